@@ -1,0 +1,199 @@
+"""Every setting there is, typed and closed: an unknown key is an error. No torch here.
+
+Defaults are those of ARCHITECTURE: GRPO, clip 0.2 / 0.28, token-mean, no KL.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from megarl.layout import Parallel
+
+__all__ = [
+    "Algorithm", "Checkpoint", "Checks", "Config", "Create", "Eval", "KlTerm", "Launch", "Model", "Moe",
+    "ParallelSizes", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
+]  # fmt: skip
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    dir: str = "runs"
+    seed: int = Field(0, ge=0, lt=2**31)
+
+
+class Create(Section):
+    """A small random model, written once to <run.dir>/.models/<hash>."""
+
+    family: Literal["qwen2", "qwen3", "qwen3_moe", "llama"] = "qwen3"
+    layers: PositiveInt = 2
+    hidden: PositiveInt = 64
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt | None = None  # None: hidden / heads
+    intermediate: PositiveInt | None = None  # None: 3 x hidden
+    vocab: PositiveInt | None = None  # None: that of the tokenizer
+    experts: int = Field(0, ge=0)
+    experts_per_token: PositiveInt = 2
+    moe_intermediate: PositiveInt | None = None  # None: hidden
+    tied: bool = True
+    max_position: PositiveInt = 4096
+    tokenizer: Literal["characters", "none"] = "characters"
+    seed: int = 0
+
+
+class Model(Section):
+    path: str | None = None
+    create: Create | None = None
+
+
+class Checks(Section):
+    max_logprob_diff: float | None = Field(None, gt=0)  # None: 1e-4 in fp32; 0.5 max and 0.02 mean in bf16
+    probe: Literal["first", "always"] = "first"
+
+
+class Task(Section):
+    name: str = "reasoning_gym:chain_sum"
+    options: dict[str, Any] = Field(default_factory=dict)  # handed to the task, as reasoning-gym's own settings
+    template: Literal["chat", "plain"] | None = None  # None: chat where the tokenizer has one
+    seed: int = 0
+    size: PositiveInt | None = None  # None: all there is
+
+
+class Reward(Section):
+    name: str  # a built-in (accuracy, format, ...), or a dotted path to a function of yours
+    weight: float = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class KlTerm(Section):
+    estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
+    where: Literal["reward", "loss"] = "loss"
+    coef: float = Field(0.0, ge=0)
+
+
+class Algorithm(Section):
+    """A preset is only a set of these values (megarl.algorithms.presets) and prints as such."""
+
+    preset: str = "grpo"
+    advantage: str = "grpo"
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    loss: str = "ppo_clip"
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    aggregation: str = "token-mean"
+    kl: KlTerm = KlTerm()
+    correction: str = "none"
+    correction_options: dict[str, Any] = Field(default_factory=dict)
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    dual_clip: float | None = Field(10.0, gt=1)
+    entropy_coef: float = 0.0
+    filter_zero_std: bool = False
+    reward_clip: tuple[float, float] | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef > 0
+
+
+class ParallelSizes(Section):
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+    expert_tensor: PositiveInt = 1
+
+    @property
+    def sizes(self) -> Parallel:
+        return Parallel(**self.model_dump())
+
+
+class Rollout(Section):
+    tensor: PositiveInt = 1
+    samples_per_prompt: PositiveInt = 8
+    max_tokens: PositiveInt = 256  # of a response
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_staleness: int = Field(0, ge=0)
+    max_model_len: PositiveInt | None = None  # None: longest prompt allowed + max_tokens
+    max_prompt_tokens: PositiveInt = 1024
+    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    cpu_kv_cache_gb: float = Field(1.0, gt=0)
+    enforce_eager: bool | None = None  # None: True on CPU
+
+
+class Train(Section):
+    steps: int = Field(100, ge=0)
+    prompts_per_step: PositiveInt = 32
+    updates_per_step: PositiveInt = 1
+    lr: float = Field(1.0e-6, ge=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = Field(1.0, ge=0)  # 0: no clipping
+    max_tokens_per_microbatch: PositiveInt = 16384
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    logprob_chunk: PositiveInt = 1024  # tokens whose fp32 logits exist at once
+
+
+class Sft(Section):
+    until_accuracy: float | None = Field(None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
+
+
+class Checkpoint(Section):
+    every: int = Field(50, ge=0)  # 0: only at the end
+    keep: PositiveInt = 3
+    resume: Literal["auto", "never"] | str = "auto"
+    hf: bool = False  # also export a Hugging Face model at the end
+
+
+class Launch(Section):
+    topology: Literal["colocated", "split"] = "colocated"
+    processes: PositiveInt | None = None
+    timeout_s: PositiveInt = 600  # of any collective
+
+
+class Moe(Section):
+    aux_loss: float = Field(0.0, ge=0)
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+
+
+class Eval(Section):
+    every: int = Field(0, ge=0)  # 0: never
+    size: PositiveInt = 256
+    temperature: float = Field(0.0, ge=0)
+
+
+class Telemetry(Section):
+    tensorboard: bool = False
+    wandb: str | None = None
+
+
+class Config(Section):
+    stage: Literal["rl", "sft"] = "rl"
+    run: RunSection = RunSection()
+    model: Model = Model()
+    checks: Checks = Checks()
+    task: Task = Task()
+    rewards: tuple[Reward, ...] = (Reward(name="accuracy"),)
+    algorithm: Algorithm = Algorithm()
+    parallel: ParallelSizes = ParallelSizes()
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+    sft: Sft = Sft()
+    checkpoint: Checkpoint = Checkpoint()
+    launch: Launch = Launch()
+    moe: Moe = Moe()
+    eval: Eval = Eval()
+    telemetry: Telemetry = Telemetry()

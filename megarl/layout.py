@@ -1,0 +1,113 @@
+"""Where a rank stands on each axis of parallelism: pure world arithmetic, no torch.
+
+Ranks are numbered as Megatron-Core's default order ``tp-cp-ep-dp-pp`` numbers them: tensor
+fastest, pipeline slowest. Dense parameters see a grid [pp, dp, cp, tp]; expert parameters see
+a second grid over the same ranks, [pp, edp, ep, etp].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+__all__ = ["Axis", "Layout", "Parallel", "smallest_world", "stage_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The sizes a user chooses; everything else is derived from them and the world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def dense(self) -> int:
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def sparse(self) -> int:
+        return self.expert_tensor * self.expert * self.pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    size: int
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, f"rank {self.rank} outside an axis of {self.size}"
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One rank's coordinates. ``edp`` is data parallelism as expert parameters see it."""
+
+    rank: int
+    world: int
+    tp: Axis
+    pp: Axis
+    vpp: Axis
+    cp: Axis
+    ep: Axis
+    etp: Axis
+    dp: Axis
+    edp: Axis
+
+    @classmethod
+    def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
+        """The coordinates of `rank` in a world of `world` ranks.
+
+        Raises ValueError when the sizes do not divide the world.
+        """
+        for product, names in (
+            (parallel.dense, "tensor x pipeline x context"),
+            (parallel.sparse, "expert_tensor x expert x pipeline"),
+        ):
+            if world % product:
+                raise ValueError(
+                    f"world size {world} is not divisible by {names} = {product}; use a multiple of {product} processes"
+                )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is outside a world of {world}")
+
+        def digits(*sizes: int) -> list[Axis]:
+            rest, axes = rank, []
+            for size in sizes:
+                axes.append(Axis(size, rest % size))
+                rest //= size
+            return axes
+
+        tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)
+        etp, ep, edp, _ = digits(
+            parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline
+        )
+        return cls(rank, world, tp, pp, Axis(parallel.virtual_pipeline), cp, ep, etp, dp, edp)
+
+    def __str__(self) -> str:
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        sizes = [(name, getattr(self, name).size) for name in names]
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1"
+
+
+def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
+    """The least number of ranks that holds the layout: every product must divide it."""
+    return lcm(parallel.dense, parallel.sparse, rollout_tensor)
+
+
+def stage_layers(num_layers: int, layout: Layout) -> range:
+    """Global indices of the transformer layers held by this pipeline stage (even stages)."""
+    per_stage, rest = divmod(num_layers, layout.pp.size)
+    assert not rest, f"{num_layers} layers on {layout.pp.size} stages"
+    return range(layout.pp.rank * per_stage, (layout.pp.rank + 1) * per_stage)
