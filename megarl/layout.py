@@ -90,9 +90,7 @@ class Layout:
             return axes
 
         tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)
-        etp, ep, edp, _ = digits(
-            parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline
-        )
+        etp, ep, edp, _ = digits(parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline)
         return cls(rank, world, tp, pp, Axis(parallel.virtual_pipeline), cp, ep, etp, dp, edp)
 
     def __str__(self) -> str:

@@ -22,7 +22,19 @@ from megarl.types import (
     TrainBatch,
 )
 
-__all__ = ["Actor", "Checkpoint", "Checks", "Phases", "Prompts", "Request", "Rewards", "Rollouts", "Sampler", "Telemetry", "Weights"]
+__all__ = [
+    "Actor",
+    "Checkpoint",
+    "Checks",
+    "Phases",
+    "Prompts",
+    "Request",
+    "Rewards",
+    "Rollouts",
+    "Sampler",
+    "Telemetry",
+    "Weights",
+]
 
 
 class Request(Protocol):

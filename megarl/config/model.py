@@ -53,7 +53,9 @@ def read_model(path: str | Path) -> ModelShape:
         raise FileNotFoundError(f"model.path={path} is not a directory; name a folder that holds a Hugging Face model")
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"model.path={path} holds no config.json; name a folder that holds a Hugging Face model")
+        raise FileNotFoundError(
+            f"model.path={path} holds no config.json; name a folder that holds a Hugging Face model"
+        )
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
@@ -74,22 +76,29 @@ def parse_model(raw: Mapping[str, Any], where: str) -> ModelShape:
         if kind not in ("default", "llama3"):
             raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported: default, llama3")
         eos = raw.get("eos_token_id")
-        experts = int(raw.get("num_experts") or 0)
+        experts = int(raw.get("num_experts") or raw.get("num_local_experts") or 0) if family == "qwen3_moe" else 0
+        for key in ("attention_bias", "mlp_bias"):
+            if raw.get(key):
+                raise ValueError(f"{where}: {key}=true is not supported; only qwen2's own bias is")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
         if raw.get("sliding_window") and raw.get("use_sliding_window"):
             raise ValueError(f"{where}: use_sliding_window is not supported; set it to false")
         if experts and (raw.get("mlp_only_layers") or int(raw.get("decoder_sparse_step") or 1) != 1):
-            raise ValueError(f"{where}: dense layers among the experts (mlp_only_layers, decoder_sparse_step) are not supported")
+            raise ValueError(
+                f"{where}: dense layers among the experts (mlp_only_layers, decoder_sparse_step) are not supported"
+            )
         return ModelShape(
             family=family,
             layers=int(raw["num_hidden_layers"]),
             hidden=hidden,
             heads=heads,
             kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
+            head_dim=int(raw.get("head_dim") or (128 if family.startswith("qwen3") else hidden // heads)),
             intermediate=int(raw["intermediate_size"]),
             vocab=int(raw["vocab_size"]),
             tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
+            qkv_bias=family == "qwen2",
             qk_norm=family.startswith("qwen3"),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
@@ -98,7 +107,7 @@ def parse_model(raw: Mapping[str, Any], where: str) -> ModelShape:
             experts=experts,
             experts_per_token=int(raw.get("num_experts_per_tok") or 0),
             moe_intermediate=int(raw.get("moe_intermediate_size") or 0),
-            norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
+            norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
             eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
         )
     except KeyError as error:
