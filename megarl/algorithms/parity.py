@@ -1,0 +1,83 @@
+"""Trainer against engine, on the tokens just sampled: how far apart their log-probs are, and what that looks like.
+
+Both score the same tokens under the same weights and temperature, so in fp32 they agree to rounding.
+A larger difference is a fault somewhere; its shape over the batch says where to look first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.types import LogProbs, TrainBatch
+
+__all__ = ["Parity", "compare", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Over the sampled tokens of a batch; all zero when there are none."""
+
+    mean: float  # of |trainer - engine|
+    max: float
+    kl: float  # mean of k3(engine || trainer), nats per token
+    share_off: float  # share of tokens that differ by more than a tenth of the maximum
+    share_above: float  # share of tokens to which the engine gave more than the trainer
+    early: float  # largest difference on the first sampled token of any row
+    row: int  # where the maximum is
+    position: int  # sampled tokens of that row before it
+    trainer: float
+    engine: float
+
+    def metrics(self) -> dict[str, float]:
+        return {"logprob_diff/mean": self.mean, "logprob_diff/max": self.max, "kl/rollout": self.kl}
+
+
+def compare(batch: TrainBatch, logprobs: LogProbs) -> Parity:
+    """Compare `logprobs.old` with `batch.rollout_logprobs` where the mask is True. NaN counts as infinite."""
+    at = batch.mask.nonzero().flatten()
+    if not at.numel():
+        return Parity(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0.0, 0.0)
+    trainer, engine = logprobs.old[at].double(), batch.rollout_logprobs[at].double()
+    signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    diff = signed.abs()
+    worst = int(diff.argmax())
+    top = float(diff[worst])
+    row_of = torch.searchsorted(batch.cu_seqlens, at, right=True) - 1
+    first = torch.ones_like(row_of, dtype=torch.bool)
+    first[1:] = row_of[1:] != row_of[:-1]
+    k3 = torch.expm1(signed.clamp(-20, 20)) - signed.clamp(-20, 20)
+    row = int(row_of[worst])
+    return Parity(
+        mean=float(diff.mean()),
+        max=top,
+        kl=float(k3.mean()),
+        share_off=float((diff > 0.1 * top).double().mean()),
+        share_above=float((signed < 0).double().mean()),
+        early=float(diff[first].max()),
+        row=row,
+        position=int((row_of[:worst] == row).sum()),
+        trainer=float(trainer[worst]),
+        engine=float(engine[worst]),
+    )
+
+
+def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
+    """Which of weights, sampling settings, routing or kernels the differences look like. A hint, not a verdict."""
+    if parity.share_above > 0.98 or parity.share_above < 0.02:
+        side = "more" if parity.share_above > 0.5 else "less"
+        return (
+            f"the engine gives {side} than the trainer to nearly every token, which looks like sampling settings: "
+            f"the trainer divides logits by temperature {temperature} and knows no top-p, top-k or penalties"
+        )
+    if parity.early < 0.01 * parity.max:
+        return (
+            "the first sampled token of every row agrees and later ones do not, which looks like "
+            "position handling or a key-value cache that outlived a weight sync"
+        )
+    if parity.share_off < 0.05 and is_moe:
+        return "few tokens are far off and the rest agree, which looks like routing: near-ties that fall differently"
+    if parity.share_off < 0.05:
+        return "few tokens are far off and the rest agree, which looks like kernels of lower precision"
+    return "most tokens differ, which looks like weights: what the engine holds is not what the trainer holds"

@@ -1,0 +1,76 @@
+"""Tables: HF names and shapes are transformers' own, and the boxes of all ranks hold every element."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.config.model import FAMILIES, read_model
+from megarl.layout import Layout, Parallel
+from megarl.weights.models import hf_shapes, megatron_boxes
+
+DENSE = [
+    (Parallel(), 1),
+    (Parallel(tensor=2), 2),
+    (Parallel(pipeline=2), 2),
+    (Parallel(tensor=2, pipeline=2), 8),
+]
+SPARSE = [
+    (Parallel(expert=2), 2),
+    (Parallel(tensor=2, expert_tensor=2), 2),
+    (Parallel(tensor=2, expert=2), 4),
+    (Parallel(tensor=2, pipeline=2, expert=2, expert_tensor=2), 8),
+]
+
+
+@pytest.fixture(scope="module", params=[(f, t) for f in FAMILIES for t in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}")
+def saved(request, tmp_path_factory):
+    """A random transformers model on disk."""
+    family, tied = request.param
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16) if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(
+        family, **sizes, **moe, intermediate_size=48, vocab_size=67, tie_word_embeddings=tied, pad_token_id=0
+    )
+    folder = tmp_path_factory.mktemp(family)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_names_and_shapes_are_those_of_the_checkpoint(saved):
+    with safe_open(saved / "model.safetensors", "np") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert hf_shapes(read_model(saved)) == found
+
+
+@pytest.mark.parametrize(("parallel", "world"), DENSE + SPARSE, ids=str)
+def test_all_ranks_together_hold_every_element(saved, parallel, world):
+    shape = read_model(saved)
+    if parallel.sparse > parallel.pipeline and not shape.is_moe:
+        pytest.skip("no experts")
+    held = {name: np.zeros(size, int) for name, size in hf_shapes(shape).items()}
+    for rank in range(world):
+        local = Counter()
+        for box in megatron_boxes(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68):
+            held[box.name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] += 1
+            last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
+            local[box.param] = max(local[box.param], last + 1)
+        for param, extent in local.items():
+            if "word_embeddings" not in param and "output_layer" not in param:
+                elements = sum(
+                    b.numel
+                    for b in megatron_boxes(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68)
+                    if b.param == param
+                )
+                assert extent == elements, f"{param}: boxes leave holes or overlap"
+    assert all((count > 0).all() for count in held.values())
+
+
+def test_an_unsupported_family_is_refused_with_the_supported_ones(saved, tmp_path):
+    raw = json.loads((saved / "config.json").read_text()) | {"model_type": "gpt_neox"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"model_type='gpt_neox' is not supported; supported: llama, qwen2"):
+        read_model(tmp_path)
