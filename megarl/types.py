@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "FINISH",
+    "CheckFailed",
     "Finish",
     "Group",
     "LogProbs",
@@ -31,6 +32,10 @@ __all__ = [
 
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "abort")  # TrainBatch.finish indexes this
+
+
+class CheckFailed(RuntimeError):
+    """A check refuses to go on (exit code 3). Raised on every rank of the run alike."""
 
 
 @dataclass(frozen=True, slots=True)
