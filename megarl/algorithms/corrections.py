@@ -1,0 +1,66 @@
+"""Weights for the gap between the policy that sampled (the engine's numbers) and the trainer's. Called as
+
+    CORRECTIONS[name](old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T, **options)
+
+The result is detached and multiplies the per-token policy loss: 1 = as it is, 0 = dropped. Denominators stay
+those of the whole mask. A rollout log-prob that is not finite counts as equal to the trainer's.
+o = the trainer's log-prob before the update, b = the engine's; w = e^(o - b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.segments import Rows, clean
+
+__all__ = ["CORRECTIONS"]
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    log_ratio_T: Tensor  # o - b, 0 on False positions
+    rows: Rows
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor
+    logprobs_T: Tensor | None
+    advantages_T: Tensor | None
+
+
+def _weights(
+    rule: Callable[..., Tensor],
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    logprobs_T: Tensor | None = None,
+    advantages_T: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    mask_T = mask_T.bool()
+    old_T = clean(old_logprobs_T.detach(), mask_T)
+    rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T)
+    new_T = None if logprobs_T is None else clean(logprobs_T.detach(), mask_T)
+    advantages_T = None if advantages_T is None else clean(advantages_T.detach(), mask_T)
+    gap = _Gap(old_T - rollout_T, Rows.of(mask_T, cu_seqlens), old_T, rollout_T, new_T, advantages_T)
+    return clean(rule(gap, **options), mask_T)
+
+
+def none(gap: _Gap) -> Tensor:
+    return torch.ones_like(gap.log_ratio_T)
+
+
+def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
+    """min(w, cap) for each token, at least `floor`: truncated importance sampling."""
+    return gap.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(floor, cap)
+
+
+_RULES: dict[str, Callable[..., Tensor]] = {"none": none, "tis": tis}
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}

@@ -1,0 +1,46 @@
+"""Estimators of KL(policy || reference) from tokens the policy sampled. delta = log pi - log ref.
+
+| name | value              | gradient to log pi | expected gradient            |
+| k1   | delta              | 1                  | 0: of no use as a loss       |
+| k2   | delta^2 / 2        | delta              | that of KL(policy || ref)    |
+| k3   | e^-delta - 1 + delta | 1 - e^-delta     | that of KL(ref || policy)    |
+| k3+  | that of k3         | delta              | that of KL(policy || ref)    |
+
+Schulman, "Approximating KL Divergence", 2020. No mask here: the caller cleans both inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["KL"]
+
+LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; only the exponent is limited
+
+
+def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return logprobs_T - ref_logprobs_T
+
+
+def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return (logprobs_T - ref_logprobs_T).square() / 2
+
+
+def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    delta_T = logprobs_T - ref_logprobs_T
+    return torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
+
+
+def k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    value_T, slope_T = k3(logprobs_T, ref_logprobs_T).detach(), k2(logprobs_T, ref_logprobs_T)
+    return value_T + (slope_T - slope_T.detach())
+
+
+def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return (logprobs_T - ref_logprobs_T).abs()
+
+
+KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}

@@ -1,0 +1,96 @@
+"""Rows and groups of a flat batch: sums over them, and the way back to tokens.
+
+T = positions, N = rows, K = True positions, L = the most True positions of a row. What lies on a False
+position is replaced by 0 before it takes part in anything, so NaN there changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Groups", "Rows", "clean"]
+
+
+def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
+    """`x_T` with exact 0 where the mask is False; the gradient there is exactly 0 too."""
+    return torch.where(mask_T, x_T, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which row each position belongs to, and which positions count."""
+
+    mask_T: Tensor  # [T] bool
+    row_T: Tensor  # [T] int64
+    num_tokens_N: Tensor  # [N] int64: True positions of each row
+
+    @classmethod
+    def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
+        mask_T = mask_T.bool()
+        lengths_N = cu_seqlens.diff().long()
+        rows_N = torch.arange(lengths_N.numel(), device=mask_T.device)
+        row_T = torch.repeat_interleave(rows_N, lengths_N.to(mask_T.device), output_size=mask_T.numel())
+        num_tokens_N = torch.zeros_like(rows_N).index_add_(0, row_T, mask_T.long())
+        return cls(mask_T, row_T, num_tokens_N)
+
+    def sum(self, x_T: Tensor) -> Tensor:
+        """[N]: the sum of `x_T` over the True positions of each row."""
+        zeros_N = torch.zeros(self.num_tokens_N.numel(), dtype=x_T.dtype, device=x_T.device)
+        return zeros_N.index_add(0, self.row_T, clean(x_T, self.mask_T))
+
+    def mean(self, x_T: Tensor) -> Tensor:
+        """[N]: the mean over the True positions of each row, 0 for a row without any."""
+        return self.sum(x_T) / self.num_tokens_N.clamp(min=1)
+
+    def spread(self, x_N: Tensor) -> Tensor:
+        """[T]: each row's value on its True positions, 0 elsewhere."""
+        return clean(x_N[self.row_T], self.mask_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Statistics of values that belong to groups, each value told its own group's. fp64, two passes.
+
+    Only `valid` values take part; the size of a group is the number of its valid values. V = values.
+    """
+
+    group_V: Tensor  # [V] int64, dense
+    valid_V: Tensor  # [V] bool
+    num_groups: int
+
+    @classmethod
+    def of(cls, group_V: Tensor, valid_V: Tensor) -> Groups:
+        ids, dense_V = torch.unique(group_V, return_inverse=True)
+        return cls(dense_V, valid_V, ids.numel())
+
+    def sum(self, x_V: Tensor) -> Tensor:
+        """[V]: the sum over the valid values of each one's group."""
+        zeros_G = torch.zeros(self.num_groups, dtype=x_V.dtype, device=x_V.device)
+        return zeros_G.index_add(0, self.group_V, clean(x_V, self.valid_V))[self.group_V]
+
+    @property
+    def size_V(self) -> Tensor:
+        return self.sum(torch.ones_like(self.group_V, dtype=torch.float64))
+
+    def mean(self, x_V: Tensor) -> Tensor:
+        size_V = self.size_V.clamp(min=1)
+        mean_V = self.sum(x_V.double()) / size_V
+        return mean_V + self.sum(x_V.double() - mean_V) / size_V  # the second pass takes back the rounding
+
+    def std(self, x_V: Tensor, *, biased: bool) -> Tensor:
+        """[V]: 0 for a group of one."""
+        squares_V = self.sum((x_V.double() - self.mean(x_V)).square())
+        return (squares_V / (self.size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
+
+    def is_flat(self, x_V: Tensor) -> Tensor:
+        """[V] bool: all valid values of the group are the same number."""
+        low_G, high_G = (
+            torch.full((self.num_groups,), fill, dtype=torch.float64, device=x_V.device).scatter_reduce(
+                0, self.group_V[self.valid_V], x_V.double()[self.valid_V], how
+            )
+            for fill, how in ((float("inf"), "amin"), (float("-inf"), "amax"))
+        )
+        return (high_G - low_G <= 1e-12 * high_G.abs().clamp(min=1))[self.group_V]

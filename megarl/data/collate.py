@@ -1,0 +1,76 @@
+"""Groups of samples into one flat batch. The only place where tokens are shifted into labels.
+
+tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
+trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.types import FINISH, Group, Sample, TrainBatch
+
+__all__ = ["collate"]
+
+
+def collate(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
+    """Every sample one row, groups in order. Samples must have been scored. N = samples, T = all their tokens."""
+    rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
+    samples = [sample for _, _, sample in rows]
+    masks = [_shifted(sample.trainable, False) for sample in samples]
+    placed = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
+    logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
+    lengths = torch.tensor([0, *(sample.tokens.numel() for sample in samples)])
+    return TrainBatch(
+        tokens=_flat([sample.tokens for sample in samples], torch.int64),
+        labels=_flat([_shifted(sample.tokens, 0) for sample in samples], torch.int64),
+        mask=_flat(masks, torch.bool),
+        rollout_logprobs=_flat(logprobs, torch.float32),
+        token_rewards=_flat([rewards for rewards, _ in placed], torch.float32),
+        step_ends=_flat([ends for _, ends in placed], torch.bool),
+        cu_seqlens=lengths.cumsum(0),
+        rewards=torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32),
+        baseline=torch.tensor([group.baseline for _, group, _ in rows], dtype=torch.float32),
+        group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
+        finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
+        versions=torch.tensor([sample.versions for sample in samples], dtype=torch.int64).reshape(-1, 2),
+        temperature=temperature,
+    )
+
+
+def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _shifted(x_L: Tensor, last: float) -> Tensor:
+    """Position t gets what is said of token t + 1."""
+    return torch.cat([x_L[1:], x_L.new_full((min(x_L.numel(), 1),), last)])
+
+
+def _reward(sample: Sample) -> float:
+    assert sample.reward is not None, f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
+    return sample.reward
+
+
+def _place_rewards(sample: Sample, mask_L: Tensor) -> tuple[Tensor, Tensor]:
+    """(rewards [L], step ends [L]). A reward found on a False position moves to the True one before it; one
+    with none before it rejects the row (its mask becomes all False). The outcome is one more step."""
+    rewards_L, ends_L = torch.zeros(mask_L.numel()), torch.zeros(mask_L.numel(), dtype=torch.bool)
+    trained = mask_L.nonzero().flatten().tolist()
+    if not trained:
+        return rewards_L, ends_L
+    placed = [(trained[-1], _reward(sample))] if not sample.step_rewards or sample.reward else []
+    for token, reward in sample.step_rewards:
+        before = [position for position in trained if position < token]  # token t + 1 is trained at position t
+        if not before:
+            mask_L.fill_(False)
+            return rewards_L.zero_(), ends_L.fill_(False)
+        placed.append((before[-1], reward))
+    for position, reward in placed:
+        rewards_L[position] += reward
+        ends_L[position] = True
+    return rewards_L, ends_L
