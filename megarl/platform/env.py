@@ -4,7 +4,7 @@
 
 Torch's own names (RANK, WORLD_SIZE, ...) are torchrun's contract and kept verbatim; megarl adds three of
 its own: MEGARL_JOB_ID (prefix of everything a job shares on a host), MEGARL_RUN_DIR, MEGARL_LAUNCHED
-(these ranks are children of `megarl.launch`, which watches them).
+(process id of the `megarl.launch` that watches these ranks).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["Env", "child_env", "get_env", "is_interactive", "set_env"]
+__all__ = ["Env", "child_env", "count_gpus", "get_env", "is_interactive", "set_env"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Env:
     master_port: int = 0  # 0: none was given
     in_torchrun: bool = False  # the five values above came from a launcher
     launched: bool = False  # ... and that launcher is megarl's own
+    launcher_pid: int = 0  # whose death ends the job, the same on every rank of a host
     job_id: str = ""  # the same on every rank of a job on a host, different between jobs
     run_dir: Path | None = None
 
@@ -48,7 +50,8 @@ class Env:
         run_dir = source.get("MEGARL_RUN_DIR")
         job_id = source.get("MEGARL_JOB_ID", "")
         if "RANK" not in source or "WORLD_SIZE" not in source:
-            return cls(job_id=job_id, run_dir=Path(run_dir) if run_dir else None)
+            pid = os.getpid()
+            return cls(job_id=job_id or f"p{pid}", launcher_pid=pid, run_dir=Path(run_dir) if run_dir else None)
 
         def number(name: str, default: int) -> int:
             text = source.get(name, str(default))
@@ -68,7 +71,8 @@ class Env:
             master_addr=source.get("MASTER_ADDR", "127.0.0.1"),
             master_port=port,
             in_torchrun=True,
-            launched=source.get("MEGARL_LAUNCHED") == "1",
+            launched="MEGARL_LAUNCHED" in source,
+            launcher_pid=number("MEGARL_LAUNCHED", os.getppid()),
             job_id=job_id,
             run_dir=Path(run_dir) if run_dir else None,
         )
@@ -96,3 +100,16 @@ def child_env(**variables: str | int) -> dict[str, str]:
 def is_interactive() -> bool:
     """True in a terminal that can redraw a line; CI logs and pipes get plain lines."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and "CI" not in os.environ
+
+
+def count_gpus() -> int:
+    """GPUs this process may use, counted without torch; 0 when the installed torch is a CPU build."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return 0
+    except PackageNotFoundError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -1,0 +1,104 @@
+"""The command line: parse, dispatch, exit code. Everything that needs torch happens in the ranks, not here.
+
+Exit codes: 0 done, 1 a defect of ours, 2 the config or input is wrong (one line), 3 a check refused, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megarl.launch.outcome import DEFECT, DONE, STOPPED, USER, classify
+
+__all__ = ["main"]
+
+EPILOG = """\
+A config is a YAML file; every value can be changed behind it as section.key=value:
+  megarl train configs/quickstart.yaml train.steps=20 parallel.tensor=2
+On several nodes start the same program with torchrun (scripts/torchrun_multinode.sh, scripts/slurm.sbatch).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; the console script passes it on."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if stray := [text for text in rest if text.startswith("-") or "=" not in text]:
+        parser.error(f"unknown argument {stray[0]}")
+    try:
+        if args.command == "report":
+            return _report(Path(args.run_dir))
+        return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
+    except KeyboardInterrupt:
+        return STOPPED
+    except (ValueError, FileNotFoundError) as error:
+        if classify(error) != USER:
+            raise
+        print(f"megarl: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megarl",
+        description="Reinforcement learning of language models: Megatron-Core trains, vLLM samples.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    train = commands.add_parser("train", help="train as the config says; results go to runs/<run.name>")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    evaluate = commands.add_parser("eval", help="accuracy of a model on fresh problems of the config's task")
+    for command in (train, evaluate):
+        command.add_argument("config", metavar="CONFIG", help="a YAML file, as configs/quickstart.yaml")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
+    report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
+    return parser
+
+
+def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
+    from megarl.config.load import load_config, run_dir
+    from megarl.launch.preflight import describe, preflight
+    from megarl.platform.env import Env
+
+    env = Env.read()
+    config = load_config(path, overrides)
+    job = preflight(config, env)
+    if env.is_main:
+        for warning in job.warnings:
+            print(f"megarl: warning: {warning}", file=sys.stderr)
+    if dry_run:
+        print(describe(config, job))
+        return DONE
+    from megarl.launch.create import materialize_model
+    from megarl.launch.torchrun import launch
+
+    code = launch(materialize_model(config), env, job, command=command)
+    if (
+        code not in (DEFECT, STOPPED)
+        and command == "train"
+        and env.is_main
+        and (run_dir(config) / "metrics.jsonl").exists()
+    ):
+        _report(run_dir(config))
+    return code
+
+
+def _report(folder: Path) -> int:
+    from megarl.telemetry.report import write_report
+
+    print(f"report: {write_report(folder)}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`model.create` as the two Hugging Face JSON files it will be written as: pure data, no weights, no torch.
+
+The tokenizer's vocabulary lives here too, because the size of the model's vocabulary follows from it.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from megarl.config.schema import Create
+
+__all__ = ["BOS", "EOS", "PAD", "SPECIAL", "UNK", "characters", "generation_config", "hf_config"]
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
+PAD, BOS, EOS, UNK = range(4)
+
+# Most useful first: a vocabulary smaller than this keeps arithmetic and lower-case words, the rest reads as <unk>
+_CHARACTERS = (
+    string.digits
+    + " \n"
+    + "+-*/=().,:?!'\"%$<>[]"
+    + string.ascii_lowercase
+    + string.ascii_uppercase
+    + "".join(sorted(set(string.punctuation) - set("+-*/=().,:?!'\"%$<>[]")))
+    + "\t"
+)
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def characters(vocab: int | None) -> tuple[str, ...]:
+    """The tokens of the character tokenizer, special ones first, cut to `vocab`."""
+    return (*SPECIAL, *_CHARACTERS)[:vocab]
+
+
+def hf_config(create: Create) -> dict[str, Any]:
+    """The config.json of a made model.
+
+    Raises ValueError when its sizes do not fit together.
+    """
+    if create.head_dim is None and create.hidden % create.heads:
+        raise ValueError(
+            f"model.create: hidden={create.hidden} is not divisible by heads={create.heads}; "
+            "change one, or give head_dim"
+        )
+    head_dim = create.head_dim or create.hidden // create.heads
+    if head_dim % 2:
+        raise ValueError(f"model.create: head_dim={head_dim} is odd, which rotary positions cannot use; make it even")
+    if create.heads % create.kv_heads:
+        raise ValueError(
+            f"model.create: heads={create.heads} is not divisible by kv_heads={create.kv_heads}; change one"
+        )
+    is_moe = create.family == "qwen3_moe"
+    if is_moe != (create.experts > 0):
+        remedy = "give model.create.experts" if is_moe else "set family: qwen3_moe, or experts: 0"
+        raise ValueError(f"model.create: family={create.family} with experts={create.experts}; {remedy}")
+    if is_moe and create.experts_per_token > create.experts:
+        raise ValueError(
+            f"model.create: experts_per_token={create.experts_per_token} exceeds experts={create.experts}; lower it"
+        )
+    least = len(SPECIAL) + 1
+    if create.vocab is not None and create.vocab < least:
+        raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[create.family]],
+        "model_type": create.family,
+        "hidden_act": "silu",
+        "hidden_size": create.hidden,
+        "intermediate_size": create.intermediate or 3 * create.hidden,
+        "num_hidden_layers": create.layers,
+        "num_attention_heads": create.heads,
+        "num_key_value_heads": create.kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": create.max_position,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,  # transformers < 5 reads it here
+        "attention_bias": False,
+        "tie_word_embeddings": create.tied,
+        "vocab_size": create.vocab or len(characters(None)),
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "initializer_range": 0.02,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+    if is_moe:
+        values |= {
+            "num_experts": create.experts,
+            "num_experts_per_tok": create.experts_per_token,
+            "moe_intermediate_size": create.moe_intermediate or create.hidden,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
+    return values
+
+
+def generation_config() -> dict[str, Any]:
+    return {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}

@@ -1,0 +1,238 @@
+"""YAML file -> preset values -> `key=value` overrides -> frozen `Config`, or one line that says what to change.
+
+    file ---+
+    preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
+    k=v ----+
+
+An explicit value always wins over its preset's. Every error names the key, the value, where it stands and
+what is allowed, as `ValueError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megarl.config.presets import PRESETS
+from megarl.config.schema import Config
+
+__all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
+
+COMMAND_LINE = "the command line"
+NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, meaningful for that name only
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 1e-6 is a number, and a key given twice is an error."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in `path` with `overrides` ("section.key=value") on top.
+
+    Raises ValueError or FileNotFoundError with one line for the user.
+    """
+    file = Path(path)
+    if not file.is_file():
+        near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
+        hint = f"; did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else ""
+        raise FileNotFoundError(f"config {file} is not there{hint or '; name a YAML file'}")
+    values, lines = _read_yaml(file.read_text(encoding="utf-8"), str(file))
+    given = [_parse_override(text) for text in overrides]
+    for key, value in given:
+        _assign(values, key, value)
+        lines[key] = COMMAND_LINE
+    names = {key for key, _ in given}
+    if "model.path" in names and isinstance(values.get("model"), dict):
+        values["model"].pop("create", None)  # a path on the command line wins over a model made in the file
+    return parse_config(values, lines, source=str(file))
+
+
+def parse_config(
+    values: Mapping[str, Any], lines: Mapping[str, str] | None = None, *, source: str = "config"
+) -> Config:
+    """`values` is the nested dict of a file; `lines` says where each dotted key stands, for errors."""
+    merged = deepcopy(dict(values))
+    where = _Where(lines or {}, source)
+    if unknown := next(_unknown_keys(merged, Config, ""), None):
+        key, near = unknown
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(_siblings(key))}"
+        raise ValueError(f"unknown key {key} in {where(key)}; {hint}")
+    algorithm = merged.get("algorithm")
+    if algorithm is None or isinstance(algorithm, dict):
+        merged["algorithm"] = _with_preset(algorithm or {}, where)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ValueError(_explain(error, where)) from None
+
+
+def resolved_yaml(config: Config) -> str:
+    """Every value, preset values included: reading it back gives the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def run_dir(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+class _Where:
+    """Where a dotted key stands: `FILE line N`, or the command line."""
+
+    def __init__(self, lines: Mapping[str, str], source: str) -> None:
+        self.lines, self.source = lines, source
+
+    def __call__(self, key: str) -> str:
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return self.lines.get(key, self.source)
+
+
+def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The nested values of a YAML document, and for each dotted key the line it stands on."""
+    lines: dict[str, str] = {}
+
+    def walk(node: yaml.Node | None, prefix: str) -> None:
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                walk(item, f"{prefix}.{index}")
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key_node, value_node in node.value:
+            key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+            line = f"{name} line {key_node.start_mark.line + 1}"
+            if key in lines:
+                raise ValueError(f"{key} is given twice, at {lines[key]} and {line}; remove one")
+            lines[key] = line
+            walk(value_node, key)
+
+    try:
+        walk(yaml.compose(text, Loader=_Loader), "")
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f" line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{name}{at} is not YAML: {error.problem}; check indentation and colons") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} holds a {type(values).__name__}, not sections; see configs/quickstart.yaml")
+    return values, lines
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, raw = text.partition("=")
+    key = key.strip().removeprefix("--")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+        raise ValueError(f"{text!r} on the command line is not an override; write section.key=value, as train.steps=10")
+    try:
+        return key, yaml.load(raw, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"the value of {key}={raw!r} is not YAML; quote it") from None
+
+
+def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    node = values
+    for name in path:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}  # a null or plain value gives way to a section; pydantic judges the result
+        node = node[name]
+    node[last] = value
+
+
+def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
+    name = explicit.get("preset", "grpo")
+    if not isinstance(name, str) or name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(PRESETS)}"
+        raise ValueError(f"algorithm.preset={name!r} in {where('algorithm.preset')} is unknown; {hint}")
+    preset = deepcopy(dict(PRESETS[name]))
+    for part in NAMED_OPTIONS:  # another function's options would be refused by this one
+        if part in explicit and explicit[part] != preset.get(part):
+            preset.pop(f"{part}_options", None)
+    return _merge(preset, explicit) | {"preset": name}
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` wins key by key, at every depth."""
+    for key, value in above.items():
+        old = below.get(key)
+        below[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return below
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `Create | None` or `tuple[Reward, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple, list):
+        return next(filter(None, map(_section, get_args(annotation))), None)
+    return None
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if inner := _section(field.annotation):
+            yield from _known_keys(inner, f"{prefix}{name}.")
+
+
+def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[str]]]:
+    """(dotted key, near names) of each key that is not in `section`."""
+    if isinstance(values, list):
+        for index, item in enumerate(values):
+            yield from _unknown_keys(item, section, f"{prefix}{index}.")
+        return
+    if not isinstance(values, Mapping):
+        return
+    for key, value in values.items():
+        field = section.model_fields.get(str(key))
+        if field is None:
+            yield f"{prefix}{key}", _near(str(key), section, prefix)
+        elif inner := _section(field.annotation):
+            yield from _unknown_keys(value, inner, f"{prefix}{key}.")
+
+
+def _near(key: str, section: type[BaseModel], prefix: str) -> list[str]:
+    """Names like `key`: in its own section first, else the same or a like name in any other."""
+    if here := difflib.get_close_matches(key, section.model_fields, n=2):
+        return [prefix + name for name in here]
+    everywhere = list(_known_keys(Config))
+    same = [name for name in everywhere if name.rpartition(".")[2] == key]
+    if same:
+        return same[:3]
+    last = {name.rpartition(".")[2]: name for name in everywhere}
+    return [last[name] for name in difflib.get_close_matches(key, last, n=2)]
+
+
+def _siblings(key: str) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in key.split(".")[:-1]:
+        if not part.isdigit():
+            section = _section(section.model_fields[part].annotation) or section
+    return list(section.model_fields)
+
+
+def _explain(error: ValidationError, where: _Where) -> str:
+    """The first problem of a pydantic error as one line: key, value, where, what is allowed."""
+    first, *more = error.errors()
+    known = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
+    key = ".".join(known)
+    allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    rest = f" (and {len(more)} more)" if more else ""
+    if first["type"] == "missing":
+        return f"{key} is missing in {where(key)}; give it a value{rest}"
+    return f"{key}={first['input']!r} in {where(key)} is refused: {allowed}{rest}"

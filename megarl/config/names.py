@@ -1,0 +1,21 @@
+"""Names a config may use for functions that live above it, so that a config is judged without importing torch.
+
+Each tuple equals the keys of the dict of the same name in `megarl.algorithms`; a test holds them together.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES"]
+
+ADVANTAGES = ("grpo", "reinforce_pp")
+LOSSES = ("ppo_clip", "reinforce", "sft")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+)
+CORRECTIONS = ("none", "tis")
+GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo")  # zero for a group of one

@@ -1,0 +1,220 @@
+"""Everything that can be known to be wrong before a process starts, each as one line with the values and the remedy.
+
+    Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
+
+Pure arithmetic and a few small files; no torch, so a mistake costs a second. What needs a task's or a
+reward's code is asked by `megarl.launch.preflight`, which stands above those packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.config.create import hf_config
+from megarl.config.model import ModelShape, parse_model, read_model
+from megarl.config.names import ADVANTAGES, AGGREGATIONS, CORRECTIONS, GROUP_ADVANTAGES, LOSSES
+from megarl.config.schema import Config
+from megarl.layout import Layout, smallest_world
+from megarl.platform.env import Env, count_gpus
+
+__all__ = ["Job", "check_config", "model_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a config comes to on this machine."""
+
+    world: int  # W, over all nodes
+    gpus: int  # of this node; 0: CPU
+    layout: Layout  # of rank 0
+    replicas: int
+    model: ModelShape
+    rows: int  # samples of a step
+    longest_row: int  # tokens
+    warnings: tuple[str, ...]
+
+
+def check_config(config: Config, env: Env) -> Job:
+    """Raises ValueError or FileNotFoundError with one line."""
+    _check_not_yet(config)
+    shape = model_shape(config)
+    gpus = count_gpus()
+    world = _world_size(config, env, gpus)
+    _check_model(config, shape)
+    _check_world(config, world, env)
+    layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
+    _check_algorithm(config)
+    _check_lengths(config, shape)
+    _check_train(config)
+    rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
+    return Job(
+        world=world,
+        gpus=gpus,
+        layout=layout,
+        replicas=world // config.rollout.tensor,
+        model=shape,
+        rows=rows,
+        longest_row=longest,
+        warnings=tuple(_warnings(config, layout, rows, longest)),
+    )
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The sizes of the model a run will train, whether it exists or is about to be made."""
+    model = config.model
+    if model.path is not None and model.create is not None:
+        raise ValueError(f"both model.path={model.path} and model.create are given; keep one")
+    if model.path is not None:
+        return read_model(model.path)
+    if model.create is None:
+        raise ValueError(
+            "no model: give model.path=DIR with a Hugging Face model, or a model.create section for a small random one"
+        )
+    return parse_model(hf_config(model.create), "model.create")
+
+
+def _check_not_yet(config: Config) -> None:
+    """Settings the schema reserves whose machinery is not in this version: refused rather than ignored."""
+    reserved = (
+        ("launch.topology", config.launch.topology, "colocated"),
+        ("parallel.context", config.parallel.context, 1),
+        ("parallel.virtual_pipeline", config.parallel.virtual_pipeline, 1),
+        ("rollout.max_staleness", config.rollout.max_staleness, 0),
+        ("telemetry.tensorboard", config.telemetry.tensorboard, False),
+        ("telemetry.wandb", config.telemetry.wandb, None),
+    )
+    for key, value, only in reserved:
+        if value != only:
+            shown = "null" if only is None else str(only).lower()
+            raise ValueError(f"{key}={value} is not available in this version; leave it at {shown}")
+
+
+def _world_size(config: Config, env: Env, gpus: int) -> int:
+    if env.in_torchrun:
+        return env.world_size
+    if config.launch.processes is not None:
+        return config.launch.processes
+    return gpus or smallest_world(config.parallel.sizes, config.rollout.tensor)
+
+
+def _divides(name: str, size: int, by: str, count: int) -> None:
+    if size % count:
+        divisors = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
+        raise ValueError(
+            f"{name}={size} is not divisible by {by}={count}; choose {by} from {', '.join(map(str, divisors))}"
+        )
+
+
+def _check_model(config: Config, shape: ModelShape) -> None:
+    sizes, engine = config.parallel, config.rollout.tensor
+    _divides("heads", shape.heads, "parallel.tensor", sizes.tensor)
+    _divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
+    _divides("layers", shape.layers, "parallel.pipeline", sizes.pipeline)
+    _divides("heads", shape.heads, "rollout.tensor", engine)
+    if shape.kv_heads % engine and engine % shape.kv_heads:  # vLLM repeats key-value heads beyond their number
+        raise ValueError(
+            f"kv_heads={shape.kv_heads} and rollout.tensor={engine} do not divide one another; "
+            f"choose rollout.tensor from the divisors or multiples of {shape.kv_heads}"
+        )
+    if shape.is_moe:
+        _divides("experts", shape.experts, "parallel.expert", sizes.expert)
+        _divides("moe_intermediate", shape.moe_intermediate, "parallel.expert_tensor", sizes.expert_tensor)
+        _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", engine)
+    else:
+        for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor)):
+            if size > 1:
+                raise ValueError(f"parallel.{key}={size}, but the model ({shape.family}) has no experts; set it to 1")
+        _divides("intermediate", shape.intermediate, "parallel.tensor", sizes.tensor)
+        _divides("intermediate", shape.intermediate, "rollout.tensor", engine)
+    if config.moe.dispatcher != "alltoall" and sizes.pipeline > 1:
+        raise ValueError(
+            f"moe.dispatcher={config.moe.dispatcher} cannot carry packed rows through pipeline={sizes.pipeline}; "
+            "use alltoall"
+        )
+
+
+def _check_world(config: Config, world: int, env: Env) -> None:
+    sizes = config.parallel.sizes
+    fits = smallest_world(sizes, config.rollout.tensor)
+    for product, names in (
+        (sizes.dense, "tensor x pipeline x context"),
+        (sizes.sparse, "expert_tensor x expert x pipeline"),
+        (config.rollout.tensor, "rollout.tensor"),
+    ):
+        if world % product:
+            origin = "torchrun's WORLD_SIZE" if env.in_torchrun else "launch.processes"
+            raise ValueError(
+                f"{origin}={world} is not divisible by {names} = {product}; use a multiple of {fits} processes"
+            )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    for key, known in (
+        ("advantage", ADVANTAGES),
+        ("loss", LOSSES),
+        ("aggregation", AGGREGATIONS),
+        ("correction", CORRECTIONS),
+    ):
+        if (name := getattr(algorithm, key)) not in known:
+            raise ValueError(f"algorithm.{key}={name!r} is unknown; there are: {', '.join(known)}")
+    if config.stage != "rl":
+        return
+    if config.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        raise ValueError(
+            f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, as a "
+            "sample is compared with its own group; use 2 or more, or algorithm.preset=reinforce_pp"
+        )
+    if not config.rewards:
+        raise ValueError("rewards is empty, so nothing can be learned; name one, as rewards: [{name: accuracy}]")
+    if not any(reward.weight for reward in config.rewards):
+        raise ValueError("every weight in rewards is 0, so nothing can be learned; give one a weight")
+    if algorithm.loss == "sft":
+        raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
+    # the trainer recomputes log-probs over the whole vocabulary; a sampler that cut it off used another distribution
+    for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        if (value := getattr(config.rollout, key)) not in (off, 0 if key == "top_k" else off):
+            raise ValueError(
+                f"rollout.{key}={value} is refused in training: the engine would sample from a truncated distribution "
+                f"whose log-probs the trainer cannot reproduce; set it to {off}"
+            )
+
+
+def _check_lengths(config: Config, shape: ModelShape) -> None:
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_tokens
+    sums = f"rollout.max_prompt_tokens + max_tokens = {rollout.max_prompt_tokens} + {rollout.max_tokens} = {longest}"
+    if rollout.max_model_len is not None and longest > rollout.max_model_len:
+        raise ValueError(f"{sums} exceeds rollout.max_model_len={rollout.max_model_len}; lower one or raise the limit")
+    if (limit := rollout.max_model_len or longest) > shape.max_position:
+        what = f"rollout.max_model_len={limit}" if rollout.max_model_len else sums
+        raise ValueError(f"{what} exceeds the model's max_position={shape.max_position}; lower it")
+
+
+def _check_train(config: Config) -> None:
+    train = config.train
+    if train.updates_per_step > train.prompts_per_step:
+        raise ValueError(
+            f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
+            "and the samples of a prompt stay together; lower it"
+        )
+    if train.min_lr > train.lr:
+        raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
+    if not all(0 <= beta < 1 for beta in train.betas):
+        raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, as [0.9, 0.95]")
+
+
+def _warnings(config: Config, layout: Layout, rows: int, longest: int) -> Iterator[str]:
+    train = config.train
+    if longest > train.max_tokens_per_microbatch:
+        yield (
+            f"a row may be {longest} tokens, more than train.max_tokens_per_microbatch="
+            f"{train.max_tokens_per_microbatch}: such rows get a micro-batch of their own, which may need more memory"
+        )
+    per_update = rows // train.updates_per_step
+    if per_update < layout.dp.size:
+        yield f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will idle"
+    if train.warmup_steps >= train.steps > 0:
+        yield f"train.warmup_steps={train.warmup_steps} lasts for all {train.steps} steps: lr is never reached"

@@ -1,0 +1,46 @@
+"""All the questions asked of a config before a process starts, and the answer in words for --dry-run.
+
+`megarl.config.validate` does what needs only numbers; here stands what needs a task's or a reward's own check,
+which must not import torch either.
+"""
+
+from __future__ import annotations
+
+from megarl.config.load import resolved_yaml, run_dir
+from megarl.config.schema import Config
+from megarl.config.validate import Job, check_config
+from megarl.data.tasks import check_task
+from megarl.platform.env import Env
+from megarl.rewards.rules import check_rewards
+
+__all__ = ["describe", "preflight"]
+
+
+def preflight(config: Config, env: Env) -> Job:
+    """Raises ValueError or FileNotFoundError with one line for the user."""
+    job = check_config(config, env)
+    check_task(config.task)
+    if config.stage == "rl":
+        check_rewards(config.rewards)
+    return job
+
+
+def describe(config: Config, job: Job) -> str:
+    """What would run: the resolved config, the processes, the arithmetic of a step."""
+    train, shape = config.train, job.model
+    moe = f", {shape.experts} experts ({shape.experts_per_token} a token)" if shape.is_moe else ""
+    per_update = job.rows // train.updates_per_step
+    samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage == "rl" else ""
+    device = f"{job.gpus} GPUs a node" if job.gpus else "CPU"
+    engine = f"; vLLM: {job.replicas} replicas of {config.rollout.tensor}" if config.stage == "rl" else ""
+    lines = [
+        resolved_yaml(config).rstrip(),
+        "",
+        f"model      {shape.family}: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
+        f"({shape.kv_heads} kv), vocabulary {shape.vocab}{moe}",
+        f"processes  {job.world} on {device}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
+        f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most {job.longest_row} tokens; "
+        f"{train.updates_per_step} updates of {per_update} rows, micro-batches of {train.max_tokens_per_microbatch} tokens",
+        f"run        {train.steps} steps -> {run_dir(config)}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""One rank: die with the launcher, keep noise in a log, run the stage, leave word of how it ended.
+
+    python -m megarl.launch.worker runs/<name>/config.yaml      (started by megarl.launch.torchrun)
+
+Rank 0's Python output goes to the terminal; everything else (C++ chatter, other ranks) goes to
+runs/<name>/logs/rank_<r>.log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from megarl.config.load import load_config, run_dir
+from megarl.config.schema import Config
+from megarl.launch import outcome, phases
+from megarl.platform.env import Env, set_env
+
+__all__ = ["main", "run_rank"]
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(config_path: str, command: str = "train") -> int:
+    env = Env.read()
+    if env.launched:
+        _die_with_parent()
+    return run_rank(load_config(config_path), env, command)
+
+
+def run_rank(config: Config, env: Env, command: str = "train") -> int:
+    """Run this rank to its end; its exit code. Never raises."""
+    folder = run_dir(config)
+    _divert_output(folder / "logs" / f"rank_{env.rank}.log", keep_terminal=env.rank == 0)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher asks a rank left behind where it is
+    # before torch and vLLM are imported: one engine core in this process, and its logging beside our own
+    set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
+    try:
+        from megarl.launch import colocated
+
+        {"train": colocated.run, "eval": colocated.evaluate}[command](config, env)
+    except KeyboardInterrupt:
+        return outcome.STOPPED
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
+        traceback.print_exc()
+        failure = outcome.record_failure(folder, env.rank, error, during=phases.current())
+        if not env.launched:  # inside torchrun nobody else will write it; the launcher of ours does
+            outcome.write_exit(folder, failure.code, failure, world=env.world_size)
+            print(f"megarl: rank {env.rank}: {failure.message}", file=sys.__stdout__, flush=True)
+        return failure.code
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    if env.rank == 0 and not env.launched:
+        outcome.write_exit(folder, outcome.DONE, world=env.world_size)
+    return outcome.DONE
+
+
+def _die_with_parent() -> None:
+    """A launcher killed with -9 cannot end its ranks, so the kernel does (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # it died before the call above
+        os._exit(outcome.STOPPED)
+
+
+def _divert_output(log: Path, *, keep_terminal: bool) -> None:
+    """Send file descriptors 1 and 2 to `log`; sys.stdout keeps the terminal where `keep_terminal`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.dup(1) if keep_terminal else None
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    if terminal is not None:
+        raw = os.fdopen(terminal, "wb", 0)
+        sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    # C++ destructors of a process group whose peer is gone can hang or abort: the work is done, so leave at once
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
