@@ -34,9 +34,9 @@ ARCHITECTURES = {
 }
 
 
-def characters(vocab: int | None) -> tuple[str, ...]:
-    """The tokens of the character tokenizer, special ones first, cut to `vocab`."""
-    return (*SPECIAL, *_CHARACTERS)[:vocab]
+def characters(create: Create) -> tuple[str, ...]:
+    """The tokens of the character tokenizer: special ones, phrases, characters; cut to `create.vocab`."""
+    return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 
 def hf_config(create: Create) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def hf_config(create: Create) -> dict[str, Any]:
         raise ValueError(
             f"model.create: experts_per_token={create.experts_per_token} exceeds experts={create.experts}; lower it"
         )
-    least = len(SPECIAL) + 1
+    least = len(SPECIAL) + len(create.phrases) + 1
     if create.vocab is not None and create.vocab < least:
         raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")
     values: dict[str, Any] = {
@@ -83,7 +83,7 @@ def hf_config(create: Create) -> dict[str, Any]:
         "rope_theta": 10000.0,  # transformers < 5 reads it here
         "attention_bias": False,
         "tie_word_embeddings": create.tied,
-        "vocab_size": create.vocab or len(characters(None)),
+        "vocab_size": create.vocab or len(characters(create)),
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,

@@ -44,6 +44,7 @@ class Create(Section):
     tied: bool = True
     max_position: PositiveInt = 4096
     tokenizer: Literal["characters", "none"] = "characters"
+    phrases: tuple[str, ...] = ()  # texts that are one token each, beside the characters
     seed: int = 0
 
 

@@ -60,7 +60,7 @@ def create_model(create: Create, root: Path) -> Path:
         _write_json(staging / "generation_config.json", generation_config())
         _write_weights(staging / "model.safetensors", values, create.seed)
         if create.tokenizer == "characters":
-            _write_tokenizer(staging, characters(create.vocab), create.max_position)
+            _write_tokenizer(staging, create)
         staging.chmod(0o755)
         try:
             staging.rename(folder)
@@ -93,20 +93,22 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, tokens: tuple[str, ...], max_length: int) -> None:
-    """One token a character, as files that AutoTokenizer reads.
+def _write_tokenizer(folder: Path, create: Create) -> None:
+    """One token a character or phrase, as files that AutoTokenizer reads.
 
     A byte-level BPE without merges: Transformers rebuilds qwen2's tokenizer as byte-level whatever the file says,
     so this is the one form that every family reads alike.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    tokens = characters(create)
     # byte-level text writes control characters and the space as U+0100 + byte
     vocab = {chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index for index, t in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[misc]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in create.phrases])
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
@@ -116,7 +118,7 @@ def _write_tokenizer(folder: Path, tokens: tuple[str, ...], max_length: int) -> 
             "bos_token": SPECIAL[BOS],
             "eos_token": SPECIAL[EOS],
             "unk_token": SPECIAL[UNK],
-            "model_max_length": max_length,
+            "model_max_length": create.max_position,
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },

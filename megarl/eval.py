@@ -1,0 +1,55 @@
+"""Accuracy on problems that are never trained on, sampled with the engine that samples the rollouts.
+
+held-out prompts -> generate (greedy, and as the rollouts do) -> share of right answers -> eval.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.schedule import Generate, Request, request_seed
+from megarl.types import Prompt, Sample
+
+__all__ = ["Evaluation", "right"]
+
+
+def right(sample: Sample) -> float:
+    """The accuracy reward where there is one, else the whole reward; a sample that was not scored is wrong."""
+    if sample.reward is None:
+        return 0.0
+    return float(sample.rewards.get("accuracy", sample.reward))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One sample a prompt at each temperature. Every rank calls it; `write` is given on the first rank only."""
+
+    generate: Generate
+    prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
+    temperatures: tuple[tuple[str, float], ...]  # (name of the figure, temperature)
+    run_seed: int
+    every: int  # 0: never
+    last_step: int
+    file: Path | None = None  # eval.jsonl, on rank 0
+
+    def maybe_run(self, step: int) -> dict[str, Any] | None:
+        """At the start, every `every` steps and at the end; None when it is not time."""
+        due = self.every > 0 and (step == 0 or step % self.every == 0 or step == self.last_step)
+        return self.run(step) if due else None
+
+    def run(self, step: int) -> dict[str, Any]:
+        """{"step", "size", and the share of right answers under each figure's name}."""
+        prompts = self.prompts()
+        result: dict[str, Any] = {"step": step, "size": len(prompts)}
+        for name, temperature in self.temperatures:
+            requests = [Request(p, 0, request_seed(self.run_seed, -1, p.prompt_id, 0), temperature) for p in prompts]
+            samples = self.generate(requests, version=step)
+            result[name] = sum(right(sample) for sample in samples) / max(len(samples), 1)
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(result) + "\n")
+        return result
