@@ -1,0 +1,129 @@
+"""One step's record: metrics.jsonl, timeline.json, rollouts/step_<n>.jsonl, and the bar.
+
+    with telemetry.step(n):            starts the step's clocks
+        with telemetry.span("update")  time/update, and a span of the timeline
+        telemetry.record({...})        what a part measured by itself: logprob_diff/*, weights/*, kl/rollout
+        telemetry.log(n, groups, report)   computes the rest and writes all of it
+
+Rank 0 writes; the other ranks hold a `Silent` twin, so that the loop has no `if rank == 0`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from megarl.telemetry.metrics import MetricsFile, rollout_metrics, update_metrics
+from megarl.telemetry.progress import Watch
+from megarl.telemetry.timeline import Timeline
+from megarl.types import Group, StepReport
+
+__all__ = ["Silent", "Telemetry", "open_telemetry"]
+
+# time/<key> from the span of that name; a phase stands in where its part has no span of its own
+TIMES = {"generate": "rollout", "reward": None, "logprobs": None, "update": "train", "publish": "sync"}
+
+
+class Silent:
+    """The telemetry of every rank but 0: the same calls, nothing kept."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        return
+
+    def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Telemetry:
+    """roles.Telemetry of rank 0. `facts` go into every line: world_size, layout."""
+
+    def __init__(self, folder: Path, *, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]) -> None:
+        self._folder, self._facts = folder, dict(facts)
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        self._file = MetricsFile(folder / "metrics.jsonl", start=start)
+        self._timeline = Timeline(folder / "timeline.json")
+        self._watch = Watch(steps=steps, start=start, name=folder.name, interactive=interactive)
+        self._recorded: dict[str, Any] = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        self._timeline.clear()
+        self._recorded.clear()
+        self._began = time.perf_counter()
+        with self._timeline.span(f"step {step}"):
+            yield
+        self._timeline.flush()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._timeline.span(name)
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Merge what a part measured into the step that is going on."""
+        self._recorded.update(metrics)
+
+    def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+        took = time.perf_counter() - self._began
+        metrics: dict[str, Any] = {"step": step, **self._facts}
+        metrics |= rollout_metrics(groups) | update_metrics(report) | self._times(took)
+        sampled = sum(int(sample.trainable.sum()) for group in groups for sample in group.samples)
+        if sampled:
+            metrics["tokens_per_second"] = sampled / took
+        metrics |= self._recorded
+        self._file.write(metrics)
+        if groups:
+            self._write_rollouts(step, groups)
+        self._watch.show(step, metrics)
+
+    def close(self) -> None:
+        self._watch.close()
+        self._timeline.close()
+        self._file.close()
+
+    def _times(self, took: float) -> dict[str, float]:
+        seconds = self._timeline.seconds
+        times = {"time/step": took}
+        for key, phase in TIMES.items():
+            if key in seconds:
+                times[f"time/{key}"] = seconds[key]
+            elif phase in seconds:
+                times[f"time/{key}"] = seconds[phase]
+        return times
+
+    def _write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        with (self._folder / "rollouts" / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as out:
+            for group in groups:
+                for sample in group.samples:
+                    values = {
+                        "prompt_id": sample.prompt_id,
+                        "index": sample.index,
+                        "prompt": group.prompt.text,
+                        "response": sample.text,
+                        "answer": group.prompt.answer,
+                        "reward": sample.reward,
+                        "rewards": dict(sample.rewards),
+                        "finish": sample.finish,
+                    }
+                    out.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+
+def open_telemetry(
+    folder: Path, *, rank: int, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]
+) -> Telemetry | Silent:
+    """What rank `rank` reports to; close it at the end."""
+    if rank:
+        return Silent()
+    return Telemetry(folder, steps=steps, start=start, interactive=interactive, facts=facts)

@@ -1,0 +1,119 @@
+"""Numbers of one step, from what the step returned, and their file: metrics.jsonl, one JSON object a line.
+
+    groups --rollout_metrics--+
+    StepReport --update_metrics-+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
+    record(...) by the parts --+
+
+Keys and their meaning are ARCHITECTURE section 7. Pure functions; every rank could compute them, rank 0 does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a report is drawn from the file without torch
+    from megarl.types import Group, PublishReport, StepReport
+
+__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Rewards, lengths and drops of one rollout batch; empty for a stage that samples nothing."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return {}
+    rewards = [sample.reward or 0.0 for sample in samples]
+    lengths = [int(sample.trainable.sum()) for sample in samples]
+    spread = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
+    parts: dict[str, list[float]] = defaultdict(list)
+    dropped: Counter[str] = Counter()
+    for sample in samples:
+        for name, value in sample.rewards.items():
+            parts[name].append(value)
+    for group in groups:
+        dropped.update(group.dropped)
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/frac_zero_std": 1 - fmean(spread),
+        **{f"reward/{name}/mean": fmean(values) for name, values in sorted(parts.items())},
+        "length/mean": fmean(lengths),
+        "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
+        "samples/count": len(samples),
+        "samples/dropped": sum(dropped.values()),
+        **{f"samples/dropped/{cause}": count for cause, count in sorted(dropped.items())},
+    }
+
+
+def update_metrics(report: StepReport) -> dict[str, Any]:
+    """Means over the updates of a step; `update/skipped` counts those whose gradient was not finite."""
+    updates = report.updates
+    if not updates:
+        return {"updates": 0, "update/skipped": 0}
+    names = sorted({name for update in updates for name in update.metrics})
+    return {
+        "loss": fmean(update.loss for update in updates),
+        "grad_norm": fmean(update.grad_norm for update in updates),
+        "lr": updates[-1].lr,
+        "updates": len(updates),
+        "update/skipped": sum(update.skipped for update in updates),
+        **{name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names},
+    }
+
+
+def publish_metrics(report: PublishReport) -> dict[str, Any]:
+    return {
+        "weights/version": report.version,
+        "weights/bytes": report.bytes_received,
+        "weights/verified": report.verified,
+        "time/publish": report.seconds,
+    }
+
+
+class MetricsFile:
+    """Appends a line a step. A resumed run drops the lines of steps it will do again."""
+
+    def __init__(self, file: Path, *, start: int) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_metrics(file) if line["step"] < start] if start else []
+        staging = file.with_suffix(".tmp")
+        staging.write_text("".join(_line(values) for values in kept), encoding="utf-8")
+        os.replace(staging, file)
+        self._out = file.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        self._out.write(_line(values))
+        self._out.flush()
+
+    def close(self) -> None:
+        self._out.close()
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a kill is left out."""
+    if not file.is_file():
+        return []
+    return list(_whole_lines(file.read_text(encoding="utf-8").splitlines()))
+
+
+def _whole_lines(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and "step" in values:
+            yield values
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    """JSON has no NaN or infinity: they become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(finite) + "\n"

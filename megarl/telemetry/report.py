@@ -1,0 +1,206 @@
+"""A run in one look: report.png (curves) and report.html (the picture, the last numbers, sampled text). No torch.
+
+metrics.jsonl, rollouts/step_*.jsonl --write_report--> report.png, report.html (self-contained)
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.telemetry.metrics import read_metrics
+
+__all__ = ["write_report"]
+
+Rows = Sequence[Mapping[str, Any]]
+
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, GREEN = "#2b6cb0", "#dd6b20", "#2f855a"
+# title, (metric, label, colour) of each curve, axis scale; a panel without data is left out
+PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str], ...] = (
+    ("entropy", (("entropy", "entropy", BLUE),), "linear"),
+    ("gradient norm", (("grad_norm", "gradient norm", BLUE),), "linear"),
+    (
+        "log-prob difference, trainer and engine",
+        (("logprob_diff/max", "max", ORANGE), ("logprob_diff/mean", "mean", BLUE)),
+        "log",
+    ),
+    ("response length, tokens", (("length/mean", "mean", BLUE),), "linear"),
+    ("loss", (("loss", "loss", BLUE),), "linear"),
+    ("sampled tokens a second", (("tokens_per_second", "tokens/s", BLUE),), "linear"),
+)
+HEADLINE = (
+    ("reward/accuracy/mean", "accuracy, sampled", BLUE),
+    ("accuracy/sampled", "accuracy, sampled", BLUE),
+    ("eval/accuracy", "accuracy, fresh problems", GREEN),
+    ("reward/mean", "reward", ORANGE),
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Draw `folder`; the path of report.html.
+
+    Raises FileNotFoundError when there is nothing to draw.
+    """
+    rows = read_metrics(folder / "metrics.jsonl")
+    if not rows:
+        raise FileNotFoundError(
+            f"{folder} has no finished step in metrics.jsonl; name a run directory, as runs/quickstart"
+        )
+    picture = folder / "report.png"
+    _atomic(picture, lambda staging: draw(rows, folder.name, staging))
+    page = _page(folder, rows, picture.read_bytes())
+    _atomic(folder / "report.html", lambda staging: staging.write_text(page, encoding="utf-8"))
+    return folder / "report.html"
+
+
+def draw(rows: Rows, name: str, file: Path) -> None:
+    """One wide panel of reward and accuracy, small ones for what explains it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [panel for panel in PANELS if any(_series(rows, key)[0] for key, _, _ in panel[1])]
+    lines = (len(panels) + 2) // 3
+    figure = plt.figure(figsize=(11, 3.6 + 2.1 * lines), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(1 + lines, 3, height_ratios=[1.7] + [1] * lines)
+    headline = [curve for curve in HEADLINE if _series(rows, curve[0])[0]]
+    top = figure.add_subplot(grid[0, :])
+    _panel(top, rows, "reward and accuracy", headline or (("loss", "loss", BLUE),), "linear")
+    if headline:
+        top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+        _label_ends(top, rows, headline)
+    for index, (title, curves, scale) in enumerate(panels):
+        axes = figure.add_subplot(grid[1 + index // 3, index % 3])
+        _panel(axes, rows, title, curves, scale)
+        if len(curves) > 1:
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="best")
+    last = rows[-1]
+    layout = f", layout {last['layout']} on {last['world_size']} processes" if "layout" in last else ""
+    figure.suptitle(f"{name}: {len(rows)} steps{layout}", color=INK, fontsize=13, x=0.01, ha="left")
+    figure.supxlabel("step", color=FAINT, fontsize=9)
+    figure.savefig(file, dpi=130, format="png")
+    plt.close(figure)
+
+
+def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    points = [(int(row["step"]), float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred running mean, shorter at the ends."""
+    half = window // 2
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])]
+
+
+def _panel(axes: Any, rows: Rows, title: str, curves: Sequence[tuple[str, str, str]], scale: str) -> None:
+    for key, label, colour in curves:
+        steps, values = _series(rows, key)
+        if scale == "log":
+            steps, values = [s for s, v in zip(steps, values, strict=True) if v > 0], [v for v in values if v > 0]
+        marker = "o" if len(values) < 12 else None
+        if len(values) >= 24:  # what was measured stays visible behind its running mean
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
+            values = _smooth(values, max(5, len(values) // 15))
+        axes.plot(steps, values, color=colour, linewidth=1.7, label=label, marker=marker, markersize=3.5)
+    axes.set_title(title, fontsize=9.5, color=INK, loc="left")
+    if scale == "log" and any(line.get_ydata().size for line in axes.lines):
+        axes.set_yscale("log")
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=FAINT, labelsize=8, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
+
+
+def _label_ends(axes: Any, rows: Rows, curves: Sequence[tuple[str, str, str]]) -> None:
+    """First and last value of the first curve, so that the picture says by how much."""
+    key, _, colour = curves[0]
+    steps, values = _series(rows, key)
+    if len(values) < 2:
+        return
+    few = max(1, len(values) // 20)
+    ends = ((steps[0], sum(values[:few]) / few, "left"), (steps[-1], sum(values[-few:]) / few, "right"))
+    for step, value, side in ends:
+        axes.annotate(
+            f"{value:.2f}",
+            (step, value),
+            textcoords="offset points",
+            xytext=(0, -7),
+            ha=side,
+            va="top",
+            fontsize=9,
+            color=colour,
+            weight="bold",
+        )
+
+
+def _atomic(file: Path, write: Callable[[Path], object]) -> None:
+    staging = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(staging)
+        os.replace(staging, file)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1000px;margin:2em auto;padding:0 1em}
+img{width:100%} h2{font-size:1.1em;margin-top:2em} table{border-collapse:collapse;font-size:13px;width:100%}
+td,th{border-bottom:1px solid #e4e7eb;padding:.35em .8em .35em 0;text-align:left;vertical-align:top}
+pre{margin:0;white-space:pre-wrap;word-break:break-word;font-size:12px}
+.num{font-variant-numeric:tabular-nums}
+"""
+
+
+def _page(folder: Path, rows: Rows, picture: bytes) -> str:
+    """One file that needs nothing beside it."""
+    image = base64.b64encode(picture).decode()
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(folder.name)}</title><style>{STYLE}</style>",
+        f"<h1>{html.escape(folder.name)}</h1><img alt='curves' src='data:image/png;base64,{image}'>",
+        *_sample_tables(folder),
+        "<h2>First and last step</h2>",
+        _table(
+            ("metric", "first", "last"), [(k, _shown(rows[0].get(k)), _shown(v)) for k, v in rows[-1].items()], "num"
+        ),
+    ]
+    if (config := folder / "config.yaml").is_file():
+        parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text(encoding='utf-8'))}</pre>")
+    return "\n".join(parts) + "\n"
+
+
+def _sample_tables(folder: Path, count: int = 6) -> list[str]:
+    """Some text of the first and the last rollouts."""
+    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    tables = []
+    for file in dict.fromkeys([*files[:1], *files[-1:]]):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        samples = [json.loads(line) for line in lines[:: max(1, len(lines) // count)][:count]]
+        body = [(s["prompt"], s["response"], s.get("answer") or "", _shown(s["reward"])) for s in samples]
+        tables += [
+            f"<h2>Samples of {file.stem.replace('_', ' ')}</h2>",
+            _table(("prompt", "response", "answer", "reward"), body),
+        ]
+    return tables
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]], kind: str = "") -> str:
+    def cells(row: Sequence[str]) -> str:
+        first, *rest = (f"<pre>{html.escape(text)}</pre>" for text in row)
+        return f"<tr><td>{first}</td>" + "".join(f"<td class='{kind}'>{cell}</td>" for cell in rest) + "</tr>"
+
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    return f"<table><tr>{heads}</tr>{''.join(map(cells, body))}</table>"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,55 @@
+"""What ran when, as a Chrome trace (chrome://tracing, Perfetto): nested spans of one rank.
+
+with timeline.span("update"): ...   -->   runs/<name>/timeline.json, a whole JSON array after every flush
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Spans by name. `seconds` adds up since the last `clear`; `flush` appends to the file what ended since."""
+
+    def __init__(self, file: Path, *, rank: int = 0) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._rank, self._events, self._is_empty = rank, [], True
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._out = file.open("w+", encoding="utf-8")
+        self._out.write("[\n]")
+        self._origin = time.perf_counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds[name] += took
+            start_us, took_us = (begin - self._origin) * 1e6, took * 1e6
+            event = {"name": name, "ph": "X", "ts": round(start_us, 1), "dur": round(took_us, 1)}
+            self._events.append(event | {"pid": 0, "tid": self._rank})
+
+    def clear(self) -> None:
+        self.seconds.clear()
+
+    def flush(self) -> None:
+        if not self._events:
+            return
+        self._out.seek(self._out.seek(0, 2) - len("\n]"))  # write over the closing bracket, then close again
+        lead = "\n" if self._is_empty else ",\n"
+        self._out.write(lead + ",\n".join(map(json.dumps, self._events)) + "\n]")
+        self._out.flush()
+        self._events, self._is_empty = [], False
+
+    def close(self) -> None:
+        self.flush()
+        self._out.close()
