@@ -1,0 +1,215 @@
+"""The policy as it samples: one replica's rank of vLLM, in this process, on this process's torch.distributed world.
+
+    requests --token ids--> vLLM --token ids, log-probs of the distribution sampled from--> Samples
+
+No text in or out. Every rank of a replica submits the same requests in the same order; vLLM's external launcher
+keeps them in step. The engine starts with dummy weights: only a finished sync (receiver.py) lets it sample.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.schema import Config
+from megarl.platform.env import Env, get_env, set_env
+from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
+from megarl.roles import Request
+from megarl.types import CheckFailed, Finish, Sample
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+    from megarl.rollout.receiver import LayerReceiver
+
+__all__ = ["Engine", "EngineSpec"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All an engine needs to know. `folder` holds the config.json; its weights, if any, are not read."""
+
+    folder: str
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int  # of a response
+    max_model_len: int
+    dtype: torch.dtype
+    tensor: int = 1
+    gpu_memory_utilization: float = 0.6
+    cpu_kv_cache_gb: float = 1.0
+    enforce_eager: bool | None = None  # None: True on CPU
+
+    @classmethod
+    def of(cls, config: Config, *, folder: str, stop_token_ids: Sequence[int]) -> EngineSpec:
+        rollout = config.rollout
+        return cls(
+            folder=folder,
+            stop_token_ids=tuple(stop_token_ids),
+            max_tokens=rollout.max_tokens,
+            max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
+            dtype=DTYPES[config.train.dtype],
+            tensor=rollout.tensor,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,
+            enforce_eager=rollout.enforce_eager,
+        )
+
+
+class Engine:
+    """roles.Sampler. `start` it on every rank of an initialised world, in the same order as other collectives."""
+
+    def __init__(self, llm: LLM, spec: EngineSpec, receiver: LayerReceiver, eager: bool) -> None:
+        self.receiver = receiver
+        self._llm = llm
+        self._spec = spec
+        self._eager = eager
+
+    @classmethod
+    def start(cls, spec: EngineSpec, env: Env, *, shapes: Mapping[str, tuple[int, ...]]) -> Engine:
+        """`shapes`: every tensor of the checkpoint (weights.models.hf_shapes).
+
+        Raises CheckFailed when the engine's loaders cannot be driven shard by shard.
+        """
+        assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
+        prefix = _prepare(env)
+        from vllm import LLM
+
+        from megarl.rollout import patches
+        from megarl.rollout.receiver import LayerReceiver
+        from megarl.rollout.record import record
+
+        on_cpu = not torch.cuda.is_available()
+        eager = on_cpu if spec.enforce_eager is None else spec.enforce_eager
+        if env.local_rank == 0:
+            unlink_dead()
+            unlink_shm(prefix)
+        dist.barrier()
+        with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            llm = LLM(
+                spec.folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=str(spec.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                tensor_parallel_size=spec.tensor,
+                distributed_executor_backend="external_launcher",
+                max_model_len=spec.max_model_len,
+                gpu_memory_utilization=spec.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(spec.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+                enforce_eager=eager,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # nothing but what a request says
+            )
+        dist.barrier()
+        # mapped by all ranks now: without its name a segment goes when the last of them does, however they die
+        unlink_shm(prefix)
+        model = llm.apply_model(lambda model: model)[0]
+        recording = record(model, shapes, spec.dtype)
+        return cls(llm, spec, LayerReceiver(model, recording, spec.dtype, llm.reset_prefix_cache), eager)
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights held; None until a sync succeeded."""
+        return self.receiver.version
+
+    def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
+        """One sample a request, in their order.
+
+        Raises CheckFailed when the engine does not hold `version`, ValueError when a prompt does not fit.
+        """
+        if self.receiver.state != "ready" or self.receiver.version != version:
+            raise CheckFailed(
+                f"the engine holds no verified weights of version {version} "
+                f"(state {self.receiver.state}, version {self.receiver.version}): publish them first"
+            )
+        from vllm import SamplingParams
+
+        limit = self._spec.max_model_len - 1
+        for request in requests:
+            if not 0 < len(request.prompt.tokens) <= limit:
+                raise ValueError(
+                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, the engine takes 1 to {limit}; "
+                    "drop the prompt or raise rollout.max_prompt_tokens"
+                )
+        params = [
+            SamplingParams(
+                temperature=request.temperature,
+                seed=request.seed,
+                max_tokens=min(self._spec.max_tokens, self._spec.max_model_len - len(request.prompt.tokens)),
+                stop_token_ids=list(self._spec.stop_token_ids),
+                logprobs=0,  # that of the sampled token
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        outputs = self._generate([list(request.prompt.tokens) for request in requests], params)
+        return [_sample(request, output, version) for request, output in zip(requests, outputs, strict=True)]
+
+    def score(self, tokens_NL: Tensor) -> Tensor:
+        """[N, L - 1] fp32: log-probs of tokens[:, 1:] at temperature 1, under the weights written last."""
+        assert self.receiver.state in ("sealed", "ready"), f"nothing to score with: state {self.receiver.state}"
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        rows = tokens_NL.tolist()
+        outputs = self._generate(rows, [params] * len(rows))
+        return torch.tensor(
+            [
+                [entry[token].logprob for token, entry in zip(row[1:], (output.prompt_logprobs or [])[1:], strict=True)]  # type: ignore[index]
+                for row, output in zip(rows, outputs, strict=True)
+            ],
+            dtype=torch.float32,
+        )
+
+    def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        if not prompts:
+            return []
+        with _compiler(self._eager):
+            inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
+            return self._llm.generate(inputs, params, use_tqdm=False)
+
+
+def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
+    answer = output.outputs[0]
+    prompt, response = list(request.prompt.tokens), list(answer.token_ids)
+    scores = [entry[token].logprob for token, entry in zip(response, answer.logprobs or [], strict=True)]  # type: ignore[index]
+    skipped = len(prompt)
+    return Sample(
+        prompt_id=request.prompt.prompt_id,
+        index=request.index,
+        tokens=torch.tensor(prompt + response),
+        trainable=torch.arange(skipped + len(response)) >= skipped,
+        rollout_logprobs=torch.tensor([0.0] * skipped + scores, dtype=torch.float32),
+        versions=(version, version),
+        finish=FINISHES.get(answer.finish_reason, "abort"),
+    )
+
+
+def _prepare(env: Env) -> str:
+    """The environment vLLM reads; the job's prefix of shared memory."""
+    if "vllm" not in sys.modules:
+        set_env(
+            VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs here, beside the trainer
+            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # its warnings are about what we chose
+            VLLM_NO_USAGE_STATS=1,
+        )
+    # the external launcher reads its place from the environment, also where no launcher set it
+    set_env(RANK=dist.get_rank(), WORLD_SIZE=dist.get_world_size(), LOCAL_RANK=env.local_rank)
+    return shm_prefix(env.job_id, os.getppid())
+
+
+def _compiler(eager: bool) -> AbstractContextManager[Any]:
+    """Eager means eager: vLLM compiles two sampling helpers regardless, 4-17 s of C++ on a CPU for nothing gained."""
+    return torch.compiler.set_stance("force_eager") if eager else nullcontext()

@@ -1,0 +1,171 @@
+"""Weights into a live engine, layer by layer: at most a layer or two exist twice, and kernels keep their addresses.
+
+    empty --begin--> writing --seal--> sealed --finish(version)--> ready --begin--> ...
+      ^-------------------- abort, from any state --------------------'
+
+A layer is opened when its first piece arrives (checkpoint form, this rank's shard), written piece by piece, and
+closed when its last element has arrived: re-processed, then copied into the tensors the kernels know. Only a
+ready engine is given prompts. vLLM 0.32's own reload leaves two faults, silent but for the log-probs: a tied
+head keeps the pack of its old weights, and the CPU MoE kernel keeps its old pre-pack; both are repaired in `_close`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+from megarl.rollout.record import Fill, Recording
+from megarl.types import CheckFailed
+from megarl.weights.plan import Message, Piece
+
+__all__ = ["LayerReceiver", "State"]
+
+State = Literal["empty", "writing", "sealed", "ready"]
+PROCESSED = "_already_called_process_weights_after_loading"
+
+
+class LayerReceiver:
+    """publish.Receiver. `reset_cache` drops what the engine remembers of old weights."""
+
+    def __init__(
+        self, model: nn.Module, recording: Recording, dtype: torch.dtype, reset_cache: Callable[[], None]
+    ) -> None:
+        self.boxes = recording.boxes
+        self.state: State = "empty"
+        self.version: int | None = None
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._aliases = recording.aliases
+        self._dtype = dtype
+        self._reset_cache = reset_cache
+        self._total: dict[str, int] = defaultdict(int)  # elements each module waits for
+        self._fills: dict[str, list[Fill]] = defaultdict(list)
+        for box in recording.boxes:
+            self._total[_split(box.param)[0]] += box.numel
+        for fill in recording.fills:
+            self._fills[_split(fill.param)[0]].append(fill)
+        self._left: dict[str, int] = {}
+        self._loaded: dict[str, int] = defaultdict(int)  # elements received of each HF tensor
+
+    def begin(self) -> None:
+        self.abort()
+        self.state = "writing"
+        self._left = dict(self._total)
+        self._loaded.clear()
+
+    @torch.no_grad()
+    def write(self, message: Message, flat: Tensor) -> Tensor:
+        """`flat` [numel] goes where the message's pieces say; the same elements, read back."""
+        assert self.state == "writing", f"write in state {self.state}"
+        back, at = torch.empty_like(flat), 0
+        for piece in message.pieces:
+            module, _ = _split(piece.destination.param)
+            layer = self._modules[module]
+            if not self._is_open(layer):
+                self._open(module)
+            view = _view(layer, piece)
+            view.copy_(flat[at : at + piece.numel].view(piece.shape))
+            back[at : at + piece.numel].view(piece.shape).copy_(
+                view
+            )  # before the layer closes: packed bytes compare with nothing
+            at += piece.numel
+            self._loaded[piece.name] += piece.numel
+            self._left[module] -= piece.numel
+            if not self._left[module]:
+                self._close(module)
+        return back
+
+    @torch.no_grad()
+    def seal(self) -> Mapping[str, int]:
+        """Raises CheckFailed when a layer still waits for elements."""
+        assert self.state == "writing", f"seal in state {self.state}"
+        waiting = {module: left for module, left in self._left.items() if left}
+        if waiting:
+            shown = ", ".join(
+                f"{module} ({left} of {self._total[module]} elements)" for module, left in waiting.items()
+            )
+            raise CheckFailed(f"layers still wait for weights: {shown}")
+        for layer in self._modules.values():
+            if is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
+        self._reset_cache()
+        self.state = "sealed"
+        return dict(self._loaded)
+
+    def finish(self, version: int) -> None:
+        assert self.state == "sealed", f"finish in state {self.state}"
+        self.state, self.version = "ready", version
+
+    def abort(self) -> None:
+        """No version from here on. Open layers get their kernel tensors back; closed ones hold new weights."""
+        self.state, self.version = "empty", None
+        for module in self._total:
+            layer = self._modules[module]
+            if self._is_open(layer):
+                info = layerwise.get_layerwise_info(layer)
+                layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+
+    def _is_open(self, layer: nn.Module) -> bool:
+        return layerwise.get_layerwise_info(layer).kernel_tensors is not None
+
+    def _open(self, module: str) -> None:
+        layer = self._modules[module]
+        info = layerwise.get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, info)
+        materialize_layer(layer, info)
+        for fill in self._fills[module]:
+            _strided(layer, fill.param, fill.shape, fill.strides, fill.offset).fill_(fill.value)
+
+    def _close(self, module: str) -> None:
+        layer = self._modules[module]
+        info = layerwise.get_layerwise_info(layer)
+        _process(layer, info.restore_device)
+        layerwise._copy_and_restore_kernel_tensors(layer, info)
+        info.reset()
+        for name in self._aliases.get(module, ()):
+            # a tied head shares the embedding's parameter but multiplies with its own pack of it
+            _process(self._modules[name], info.restore_device)
+
+
+def _process(layer: nn.Module, device: torch.device) -> None:
+    """What vLLM does to a layer once its weights are in: pack, shuffle, quantize."""
+    method: Any = getattr(layer, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return
+    if hasattr(layer, PROCESSED):
+        delattr(layer, PROCESSED)
+    kernel = getattr(method, "moe_kernel", None)
+    with device:
+        method.process_weights_after_loading(layer)
+        if kernel is not None and method.moe_kernel is kernel and next(layer.parameters()).device.type == "cpu":
+            # vLLM 0.32 re-packs experts only when it builds the kernel (its PR 40390), not on an update
+            kernel.fused_experts.process_weights_after_loading(layer)
+    if hasattr(layer, "update_param_tp_status"):
+        layer.update_param_tp_status()  # type: ignore[operator]
+
+
+def _split(param: str) -> tuple[str, str]:
+    module, _, leaf = param.rpartition(".")
+    return module, leaf
+
+
+def _view(layer: nn.Module, piece: Piece) -> Tensor:
+    into = piece.destination
+    return _strided(layer, into.param, piece.shape, into.strides, into.offset)
+
+
+def _strided(layer: nn.Module, param: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+    data = getattr(layer, _split(param)[1]).data
+    return data.as_strided(shape, strides, data.storage_offset() + offset)

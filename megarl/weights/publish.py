@@ -1,0 +1,272 @@
+"""The actor's weights into the engine, shard to shard, verified every time.
+
+    connect:  receivers' boxes gathered, names checked against the checkpoint's, one plan, its fingerprint compared
+    publish:  begin -> per round: pack, send, write, read back -> checksums compared -> seal -> probe -> finish(version)
+
+A checksum is taken of every bucket as packed and of the memory it was written to; both go into one table that is
+summed over all ranks, so every rank sees every fault and all refuse together. Whatever fails after `begin` leaves
+the engine without a version: it refuses prompts until a sync succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.types import CheckFailed, PublishReport
+from megarl.weights.digest import digest
+from megarl.weights.mapping import Box
+from megarl.weights.plan import Boxes, Message, Plan, find_gaps, make_plan
+from megarl.weights.transports import Transport
+
+__all__ = ["BUCKET_BYTES", "Probe", "Publisher", "Receiver"]
+
+BUCKET_BYTES = 256 << 20
+
+
+class Receiver(Protocol):
+    """One rank of an engine as weights see it: begin, write ..., seal, finish; abort at any time."""
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """What this rank keeps of each HF tensor, in the order of its layers."""
+        ...
+
+    def begin(self) -> None: ...
+
+    def write(self, message: Message, flat: Tensor) -> Tensor:
+        """Write a bucket [numel]; the same elements as read back from where they were written."""
+        ...
+
+    def seal(self) -> Mapping[str, int]:
+        """All is written: elements received of each HF tensor. Raises CheckFailed when a layer is incomplete."""
+        ...
+
+    def finish(self, version: int) -> None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed batch scored by both sides: re-packing faults show in log-probs and nowhere else.
+
+    `trainer` and `engine` map tokens [N, L] to log-probs [N, L - 1] of tokens[:, 1:] at temperature 1, on every rank.
+    """
+
+    tokens_NL: Tensor
+    trainer: Callable[[Tensor], Tensor]
+    engine: Callable[[Tensor], Tensor]
+    max: float  # bounds on |engine - trainer|, nats
+    mean: float
+    always: bool = False  # False: only the first sync of a run
+
+
+class Publisher:
+    """roles.Weights. Build it with `connect`, on every rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        receiver: Receiver,
+        transport: Transport,
+        parameters: Callable[[], Mapping[str, Tensor]],
+        dtype: torch.dtype,
+        num_tensors: int,
+        probe: Probe | None = None,
+    ) -> None:
+        self.plan = plan
+        self._receiver = receiver
+        self._transport = transport
+        self._parameters = parameters
+        self._dtype = dtype
+        self._num_tensors = num_tensors
+        self._probe = probe
+        self._proven = False
+        self._needed = _extents(plan, transport.rank)
+        self._device = next(iter(parameters().values())).device
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        sources: Boxes,  # [rank] -> where its parameters hold HF tensors
+        expected: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint with its shape
+        parameters: Callable[[], Mapping[str, Tensor]],
+        receiver: Receiver,
+        replica_ranks: int,
+        transport: Transport,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+        probe: Probe | None = None,
+    ) -> Publisher:
+        """Raises CheckFailed, on all ranks, when a tensor is missing on either side or ranks plan differently."""
+        destinations: list[list[Box]] = transport.gather(list(receiver.boxes))
+        _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
+        for first in range(0, transport.world, replica_ranks):
+            ranks = range(first, first + replica_ranks)
+            who = f"the engine on ranks {ranks.start}..{ranks.stop - 1} takes no complete"
+            _refuse_gaps(who, find_gaps(expected, [_distinct(destinations[r] for r in ranks)]))
+        try:
+            plan = make_plan(sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+        except ValueError as error:
+            raise CheckFailed(f"no plan moves the weights: {error}") from None
+        prints = transport.gather(plan.fingerprint)
+        if len(set(prints)) > 1:
+            odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
+            raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
+        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe)
+
+    def publish(self, *, version: int) -> PublishReport:
+        """Raises CheckFailed, on all ranks, when anything is missing or arrives changed; the engine then refuses prompts."""
+        began = time.perf_counter()
+        parameters = self._parameters()
+        self._receiver.begin()
+        try:
+            self._agree(self._lacking(parameters))
+            sent, received, fault = self._move(parameters)
+            self._compare(sent, received, fault)
+            self._agree(self._seal())
+            self._prove()
+        except BaseException:
+            self._receiver.abort()
+            raise
+        self._receiver.finish(version)
+        seconds = time.perf_counter() - began
+        return PublishReport(
+            version, self._num_tensors, self.plan.bytes_kept, self.plan.bytes_received, verified=True, seconds=seconds
+        )
+
+    def _lacking(self, parameters: Mapping[str, Tensor]) -> str | None:
+        """What the plan reads here and the trainer does not hold."""
+        for name, numel in self._needed.items():
+            tensor = parameters.get(name)
+            if tensor is None:
+                return f"the trainer has no parameter {name}"
+            if tensor.dtype != self._dtype or tensor.numel() < numel or not tensor.is_contiguous():
+                seen = (
+                    f"{tensor.numel()} elements of {tensor.dtype}, {'' if tensor.is_contiguous() else 'not '}contiguous"
+                )
+                return f"parameter {name} has {seen}; the plan reads {numel} contiguous elements of {self._dtype}"
+        return None
+
+    def _move(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, str | None]:
+        """Run all rounds. A write that fails is remembered and the rounds go on, for the peers' sake."""
+        rank, number, fault = self._transport.rank, 0, None
+        sent = torch.zeros(len(self.plan.messages), dtype=torch.int64, device=self._device)  # [messages]
+        received = torch.zeros_like(sent)
+        for round_ in self.plan.rounds:
+            buffers: dict[int, Tensor] = {}
+            outgoing: dict[int, Tensor] = {}
+            incoming: dict[int, Tensor] = {}
+            for index, message in enumerate(round_, number):
+                if message.source == rank:
+                    buffers[index] = _pack(message, parameters, self._dtype, self._device)
+                    sent[index] = digest(buffers[index])
+                    if message.destination != rank:
+                        outgoing[message.destination] = buffers.pop(index)
+                elif message.destination == rank:
+                    buffers[index] = torch.empty(message.numel, dtype=self._dtype, device=self._device)
+                    incoming[message.source] = buffers[index]
+            wait = self._transport.start(outgoing, incoming)
+            # what stays here is written while the rest is in flight
+            for index in sorted(buffers, key=lambda index: self.plan.messages[index].source != rank):
+                message = self.plan.messages[index]
+                if message.source != rank:
+                    wait()
+                if fault is None:
+                    try:
+                        received[index] = digest(self._receiver.write(message, buffers[index]))
+                    except Exception as error:  # noqa: BLE001 (told to all ranks below; peers still wait for our rounds)
+                        fault = f"{message}: {type(error).__name__}: {error}"
+            wait()
+            number += len(round_)
+        return sent, received, fault
+
+    def _compare(self, sent: Tensor, received: Tensor, fault: str | None) -> None:
+        self._agree(fault)
+        sent, received = self._transport.sum(torch.stack([sent, received]))
+        changed = (sent != received).nonzero().flatten().tolist()
+        if changed:
+            shown = "; ".join(str(self.plan.messages[index]) for index in changed[:4])
+            raise CheckFailed(
+                f"{len(changed)} of {len(self.plan.messages)} weight buckets were not received as sent: {shown}. "
+                "The engine refuses prompts; if it happens again, suspect the link or the memory of these ranks"
+            )
+
+    def _seal(self) -> str | None:
+        """Names and sizes loaded against those this rank keeps."""
+        try:
+            loaded = self._receiver.seal()
+        except CheckFailed as error:
+            return str(error)
+        kept: dict[str, int] = {}
+        for box in self._receiver.boxes:
+            kept[box.name] = kept.get(box.name, 0) + box.numel
+        wrong = [name for name in kept.keys() | loaded.keys() if kept.get(name) != loaded.get(name)]
+        return f"tensors loaded differ from those expected: {', '.join(sorted(wrong)[:4])}" if wrong else None
+
+    def _prove(self) -> None:
+        """Both sides score the probe; all ranks refuse when one replica is off."""
+        probe = self._probe
+        if probe is None or (self._proven and not probe.always):
+            return
+        engine, trainer = probe.engine(probe.tokens_NL), probe.trainer(probe.tokens_NL)
+        diff = torch.nan_to_num((engine.double().cpu() - trainer.double().cpu()).abs(), nan=torch.inf)
+        seen = self._transport.gather((float(diff.max()), float(diff.mean())))
+        worst = max(range(len(seen)), key=lambda rank: seen[rank])
+        if seen[worst][0] > probe.max or max(mean for _, mean in seen) > probe.mean:
+            raise CheckFailed(
+                f"after the sync of weights the engine on rank {worst} scores the probe batch {seen[worst][0]:.3g} "
+                f"(mean {seen[worst][1]:.3g}) away from the trainer (bounds {probe.max:g}, {probe.mean:g}), though every "
+                "name and byte arrived: the engine re-packs or computes something else than the trainer"
+            )
+        self._proven = True
+
+    def _agree(self, problem: str | None) -> None:
+        """Raise CheckFailed on every rank as soon as one has a problem."""
+        flag = torch.tensor(int(problem is not None), device=self._device)
+        if not int(self._transport.sum(flag)):
+            return
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(self._transport.gather(problem)) if text]
+        raise CheckFailed(f"weights were not published, the engine refuses prompts: {'; '.join(found[:4])}")
+
+
+def _refuse_gaps(who: str, gaps: Sequence[str]) -> None:
+    if gaps:
+        rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
+        raise CheckFailed(f"{who} {', '.join(gaps[:4])}{rest}")
+
+
+def _distinct(boxes_of_ranks: object) -> list[Box]:
+    """Boxes of a replica's ranks, each rectangle once (key-value heads may be held by several)."""
+    seen = {(box.name, box.start, box.shape): box for boxes in boxes_of_ranks for box in boxes}  # type: ignore[attr-defined]
+    return list(seen.values())
+
+
+def _extents(plan: Plan, rank: int) -> dict[str, int]:
+    """Elements of each local parameter that the plan reads up to."""
+    needed: dict[str, int] = {}
+    for message in plan.messages:
+        if message.source == rank:
+            for piece in message.pieces:
+                view = piece.source
+                last = sum((n - 1) * stride for n, stride in zip(piece.shape, view.strides, strict=True))
+                needed[view.param] = max(needed.get(view.param, 0), view.offset + last + 1)
+    return needed
+
+
+def _pack(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel]: the pieces end to end, each in row-major order of its HF tensor."""
+    flat, at = torch.empty(message.numel, dtype=dtype, device=device), 0
+    for piece in message.pieces:
+        tensor, view = parameters[piece.source.param].detach(), piece.source
+        # as_strided takes absolute offsets: parameters may be views into one big buffer
+        part = tensor.as_strided(piece.shape, view.strides, tensor.storage_offset() + view.offset)
+        flat[at : at + piece.numel].view(piece.shape).copy_(part)
+        at += piece.numel
+    return flat
