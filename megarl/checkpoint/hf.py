@@ -1,0 +1,142 @@
+"""The actor's weights as a Hugging Face folder: every rank writes files, nobody holds the model.
+
+    tensors --dealt into files--> one file a rank at a time --Publisher (plan, checksums)--> safetensors + index
+
+The files of a round are the "engine" of an ordinary weight sync, so an export is verified like one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.types import CheckFailed
+from megarl.weights.mapping import Box
+from megarl.weights.plan import Boxes, Message
+from megarl.weights.publish import Publisher
+from megarl.weights.transports import Transport
+
+__all__ = ["export_hf"]
+
+FILE_BYTES = 4 << 30
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer, as they came
+
+
+def export_hf(
+    folder: Path,
+    *,
+    origin: Path,  # where config and tokenizer are copied from
+    shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
+    sources: Boxes,  # [rank] -> where its parameters hold them
+    parameters: Callable[[], Mapping[str, Tensor]],
+    transport: Transport,
+    dtype: torch.dtype,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write `folder` whole or not at all; all ranks call it. An older folder of that name is replaced.
+
+    Raises CheckFailed, on all ranks, when a tensor is missing or arrives changed.
+    """
+    staging = folder.with_name(f".{folder.name}.part")
+    if transport.rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        for pattern in COPIED:
+            for file in origin.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, staging / file.name)
+    transport.gather(None)  # the folder is there
+    files = _deal(shapes, file_bytes // dtype.itemsize)
+    names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for first in range(0, len(files), transport.world):
+        round_ = files[first : first + transport.world]
+        expected = {name: shapes[name] for file in round_ for name in file}
+        mine = round_[transport.rank] if transport.rank < len(round_) else ()
+        receiver = _File({name: torch.empty(shapes[name], dtype=dtype) for name in mine})
+        Publisher.connect(
+            sources=[[box for box in boxes if box.name in expected] for boxes in sources],
+            expected=expected,
+            parameters=parameters,
+            receiver=receiver,
+            replica_ranks=transport.world,
+            transport=transport,
+            dtype=dtype,
+        ).publish(version=0)
+        if mine:
+            save_file(receiver.tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
+    transport.gather(None)  # all files are written
+    if transport.rank == 0:
+        if len(files) > 1:
+            _write_index(staging / "model.safetensors.index.json", files, names, shapes, dtype.itemsize)
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    transport.gather(None)
+
+
+def _deal(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[tuple[str, ...]]:
+    """Tensors in order into files of at most `limit` elements; a larger tensor has a file of its own."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        if files[-1] and held + prod(shape) > limit:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += prod(shape)
+    return [tuple(file) for file in files]
+
+
+def _write_index(
+    file: Path, files: Sequence[Sequence[str]], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], size: int
+) -> None:
+    where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+    total = size * sum(prod(shape) for shape in shapes.values())
+    file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+
+
+@dataclass
+class _File:
+    """weights.publish.Receiver over whole tensors in host memory."""
+
+    tensors: dict[str, Tensor]
+    boxes: list[Box] = field(init=False)
+    _loaded: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.boxes = [
+            Box(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride())) for name, x in self.tensors.items()
+        ]
+
+    def begin(self) -> None:
+        self._loaded = {}
+
+    def write(self, message: Message, flat: Tensor) -> Tensor:
+        back, at = torch.empty_like(flat), 0
+        for piece in message.pieces:
+            view = piece.destination
+            here = self.tensors[piece.name].as_strided(piece.shape, view.strides, view.offset)
+            here.copy_(flat[at : at + piece.numel].view(piece.shape))
+            back[at : at + piece.numel].view(piece.shape).copy_(here)
+            self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
+            at += piece.numel
+        return back
+
+    def seal(self) -> Mapping[str, int]:
+        for name, tensor in self.tensors.items():
+            if self._loaded.get(name, 0) != tensor.numel():
+                raise CheckFailed(f"{name}: {self._loaded.get(name, 0)} of {tensor.numel()} elements arrived")
+        return self._loaded
+
+    def finish(self, version: int) -> None: ...
+
+    def abort(self) -> None: ...

@@ -1,0 +1,81 @@
+"""An export holds every tensor bit for bit, in files under the limit, and replaces the folder only when whole."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint.hf import export_hf
+from megarl.config.model import read_model
+from megarl.config.schema import Create
+from megarl.layout import Layout, Parallel
+from megarl.launch.create import create_model
+from megarl.types import CheckFailed
+from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.transports.inprocess import InProcess
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    create = Create(family="qwen3_moe", experts=4, hidden=32, moe_intermediate=16, vocab=67, tied=False)
+    return create_model(create, tmp_path_factory.mktemp("models"))
+
+
+def parameters_of(origin, boxes):
+    """A trainer's parameters, filled from the checkpoint through the boxes."""
+    tensors = load_file(origin / "model.safetensors")
+    sizes = {}
+    for box in boxes:
+        last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True)) + 1
+        sizes[box.param] = max(sizes.get(box.param, 0), last)
+    held = {name: torch.zeros(size) for name, size in sizes.items()}
+    for box in boxes:
+        part = tensors[box.name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
+        held[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
+    return held
+
+
+def export(origin, folder, *, drop=None, **options):
+    shape = read_model(origin)
+    boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+    held = parameters_of(origin, boxes)
+    boxes = [box for box in boxes if box.name != drop]
+    export_hf(
+        folder,
+        origin=origin,
+        shapes=hf_shapes(shape),
+        sources=[boxes],
+        parameters=lambda: held,
+        transport=InProcess(),
+        dtype=torch.float32,
+        **options,
+    )
+
+
+def test_one_file_is_the_checkpoint_again(origin, tmp_path):
+    export(origin, tmp_path / "hf")
+    before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_many_files_have_an_index_and_a_limit(origin, tmp_path):
+    export(origin, tmp_path / "hf", file_bytes=16 * 1024)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    before, found = load_file(origin / "model.safetensors"), {}
+    for file in sorted((tmp_path / "hf").glob("*.safetensors")):
+        held = load_file(file)
+        assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 16 * 1024
+        assert all(index["weight_map"][name] == file.name for name in held)
+        found |= held
+    assert len(index["weight_map"]) == len(before)
+    assert all(torch.equal(before[name], found[name]) for name in before)
+
+
+def test_a_missing_tensor_leaves_the_old_folder(origin, tmp_path):
+    export(origin, tmp_path / "hf")
+    with pytest.raises(CheckFailed, match=r"model\.norm\.weight"):
+        export(origin, tmp_path / "hf", drop="model.norm.weight")
+    assert (tmp_path / "hf" / "model.safetensors").exists()
