@@ -5,7 +5,7 @@ In colocated mode every rank calls every method, in the same order, and gets the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -111,4 +111,3 @@ class Telemetry(Protocol):
     def step(self, step: int) -> AbstractContextManager[None]: ...
     def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
     def record(self, metrics: Mapping[str, Any]) -> None: ...
-    def steps(self) -> Iterator[int]: ...

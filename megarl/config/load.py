@@ -26,7 +26,7 @@ from megarl.config.schema import Config
 
 __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
-COMMAND_LINE = "the command line"
+COMMAND_LINE = "on the command line"
 NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, meaningful for that name only
 
 
@@ -69,7 +69,7 @@ def parse_config(
     if unknown := next(_unknown_keys(merged, Config, ""), None):
         key, near = unknown
         hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(_siblings(key))}"
-        raise ValueError(f"unknown key {key} in {where(key)}; {hint}")
+        raise ValueError(f"unknown key {key} {where(key)}; {hint}")
     algorithm = merged.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
         merged["algorithm"] = _with_preset(algorithm or {}, where)
@@ -89,7 +89,7 @@ def run_dir(config: Config) -> Path:
 
 
 class _Where:
-    """Where a dotted key stands: `FILE line N`, or the command line."""
+    """Where a dotted key stands: `in FILE line N`, or `on the command line`."""
 
     def __init__(self, lines: Mapping[str, str], source: str) -> None:
         self.lines, self.source = lines, source
@@ -97,7 +97,7 @@ class _Where:
     def __call__(self, key: str) -> str:
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
-        return self.lines.get(key, self.source)
+        return self.lines.get(key, f"in {self.source}")
 
 
 def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -112,9 +112,9 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
             return
         for key_node, value_node in node.value:
             key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
-            line = f"{name} line {key_node.start_mark.line + 1}"
+            line = f"in {name} line {key_node.start_mark.line + 1}"
             if key in lines:
-                raise ValueError(f"{key} is given twice, at {lines[key]} and {line}; remove one")
+                raise ValueError(f"{key} is given twice, {lines[key]} and {line}; remove one")
             lines[key] = line
             walk(value_node, key)
 
@@ -158,7 +158,7 @@ def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(PRESETS)}"
-        raise ValueError(f"algorithm.preset={name!r} in {where('algorithm.preset')} is unknown; {hint}")
+        raise ValueError(f"algorithm.preset={name!r} {where('algorithm.preset')} is unknown; {hint}")
     preset = deepcopy(dict(PRESETS[name]))
     for part in NAMED_OPTIONS:  # another function's options would be refused by this one
         if part in explicit and explicit[part] != preset.get(part):
@@ -234,5 +234,5 @@ def _explain(error: ValidationError, where: _Where) -> str:
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     rest = f" (and {len(more)} more)" if more else ""
     if first["type"] == "missing":
-        return f"{key} is missing in {where(key)}; give it a value{rest}"
-    return f"{key}={first['input']!r} in {where(key)} is refused: {allowed}{rest}"
+        return f"{key} is missing {where(key)}; give it a value{rest}"
+    return f"{key}={first['input']!r} {where(key)} is refused: {allowed}{rest}"

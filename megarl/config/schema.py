@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)  # run.name=7 is a name
 
 
 class RunSection(Section):
@@ -155,7 +155,7 @@ class Sft(Section):
 class Checkpoint(Section):
     every: int = Field(50, ge=0)  # 0: only at the end
     keep: PositiveInt = 3
-    resume: Literal["auto", "never"] | str = "auto"
+    resume: str = "auto"  # auto | never | a checkpoint's folder
     hf: bool = False  # also export a Hugging Face model at the end
 
 
