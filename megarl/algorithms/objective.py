@@ -23,7 +23,7 @@ from megarl.algorithms.segments import clean
 from megarl.config.schema import Algorithm
 from megarl.types import LogProbs, MicrobatchPlan, ObjectiveState, ScoredBatch, TrainBatch
 
-__all__ = ["LossInputs", "TokenLosses", "add_advantages", "initial_state", "loss_weights", "token_losses"]
+__all__ = ["LossInputs", "TokenLosses", "add_advantages", "initial_state", "loss_weights", "supervised", "token_losses"]
 
 
 def initial_state(algorithm: Algorithm) -> ObjectiveState:
@@ -49,9 +49,22 @@ def add_advantages(
         baseline_N=batch.baseline,
         **algorithm.advantage_options,
     )
-    same = {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
-    scored = ScoredBatch(**same, advantages=advantages_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref)
+    scored = ScoredBatch(
+        **_fields(batch), advantages=advantages_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref
+    )
     return scored, state
+
+
+def supervised(batch: TrainBatch, logprobs: LogProbs) -> ScoredBatch:
+    """A batch of reference answers, for the loss `sft`: nothing was sampled, so the engine's log-probs are the
+    trainer's own and no correction or clip can act."""
+    same = _fields(batch) | {"rollout_logprobs": logprobs.old}
+    ones_T = batch.mask.to(torch.float32)
+    return ScoredBatch(**same, advantages=ones_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref)
+
+
+def _fields(batch: TrainBatch) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
 
 
 def _clipped_rewards(batch: TrainBatch, bounds: tuple[float, float] | None) -> Tensor:

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 __all__ = ["ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES"]
 
-ADVANTAGES = ("grpo", "reinforce_pp")
+ADVANTAGES = (
+    "reinforce",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "grpo",
+    "grpo_process",
+    "dr_grpo",
+    "remax",
+    "gae",
+    "opo",
+)
 LOSSES = ("ppo_clip", "reinforce", "sft")
 AGGREGATIONS = (
     "token-mean",

@@ -1,0 +1,225 @@
+"""Where problems come from: `reasoning_gym:<name>`, `jsonl:FILE`, or a function of the user's. No torch here.
+
+    config.Task --load_task(split)--> Source: problem(index) -> Problem
+
+Training and held-out problems never share a question: a generated problem belongs to one split by a hash of its
+text; a file's held-out problems stand in a second file, and are left out of the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.config.schema import Task
+from megarl.data.user_code import import_function, is_dotted
+
+__all__ = ["Problem", "Question", "Source", "Split", "check_task", "load_task", "random_tokens"]
+
+Split = Literal["train", "eval"]
+Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
+
+HELD_OUT = 5  # one question in so many belongs to "eval"
+ATTEMPTS = 1000  # draws for one problem of the wanted split
+QUESTION_KEYS = ("prompt", "question", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`extra` reaches the rewards by name; ``extra["score"]``, where there is one, judges an answer's text."""
+
+    question: Question
+    answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`problem(i)` for any i >= 0 below `size`; the same problem every time, on every rank."""
+
+    problem: Callable[[int], Problem]
+    size: int | None  # None: endless
+
+
+def load_task(task: Task, split: Split = "train") -> Source:
+    """Raises ValueError or FileNotFoundError with the values and the remedy."""
+    kind, _, rest = task.name.partition(":")
+    if kind == "reasoning_gym":
+        source = _reasoning_gym(rest, task, split)
+    elif kind == "jsonl":
+        source = _jsonl(rest, task, split)
+    elif is_dotted(task.name):
+        source = _user_function(task, split)
+    else:
+        raise ValueError(
+            f"task.name={task.name!r} is no task; write reasoning_gym:<name>, jsonl:FILE, or package.module:function"
+        )
+    if source.size == 0:
+        raise ValueError(f"task.name={task.name!r} holds no {split} problem; a dataset needs at least one")
+    if split == "eval" or task.size is None:
+        return source
+    return Source(source.problem, task.size if source.size is None else min(task.size, source.size))
+
+
+def check_task(task: Task, *, held_out: bool = False) -> None:
+    """What can be wrong with a task, before anything starts: makes its first problem of each split it must have."""
+    load_task(task).problem(0)
+    if held_out:
+        load_task(task, "eval").problem(0)
+
+
+# --- generated problems -------------------------------------------------------------------------------------------
+
+
+def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
+    """Every index draws its own 31-bit number until the question it makes falls into `split`."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(DATASETS)}, as chain_sum, countdown"
+        raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {hint}")
+    try:
+        dataset = reasoning_gym.create_dataset(name, **({"seed": 0} | task.options))
+    except (TypeError, AssertionError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"task.options={task.options} are refused by reasoning_gym:{name}: {reason}") from None
+    span = _span(dataset) if "size" not in task.options else len(dataset)
+
+    def problem(index: int) -> Problem:
+        for attempt in range(ATTEMPTS):
+            entry = dataset[_hash31(f"{task.seed}/{split}/{index}/{attempt}") % span]
+            if _split_of(entry["question"]) == split:
+                score = partial(dataset.score_answer, entry=entry)
+                return Problem(entry["question"], _text(entry["answer"]), {"score": score})
+        raise ValueError(
+            f"task.name={task.name!r} made no {split} problem in {ATTEMPTS} draws: it has too few different questions "
+            f"to hold some out; widen task.options={task.options}"
+        )
+
+    return Source(problem, None)
+
+
+def _span(dataset: Any) -> int:
+    """How many problems a dataset can make: nearly all take any index, a few are lists."""
+    try:
+        dataset[2**31 - 1]
+    except (IndexError, KeyError):
+        return len(dataset)
+    return 2**31
+
+
+def _hash31(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
+
+
+def _split_of(question: str) -> Split:
+    return "eval" if _hash31(f"held out? {question}") % HELD_OUT == 0 else "train"
+
+
+def _text(answer: Any) -> str | None:
+    return None if answer is None else str(answer)
+
+
+# --- lists of problems --------------------------------------------------------------------------------------------
+
+
+def _jsonl(file: str, task: Task, split: Split) -> Source:
+    if unknown := set(task.options) - {"eval_file"}:
+        raise ValueError(f"task.options has {', '.join(sorted(unknown))}; a jsonl task takes eval_file only")
+    held_out = task.options.get("eval_file")
+    if split == "eval":
+        if held_out is None:
+            raise ValueError(f"task.name={task.name!r} holds no problems out; give task.options.eval_file=FILE")
+        return _listed(_read_jsonl(Path(held_out)))
+    rows = _read_jsonl(Path(file))
+    if held_out is not None:
+        questions = {json.dumps(row.question) for row in _read_jsonl(Path(held_out))}
+        rows = [row for row in rows if json.dumps(row.question) not in questions]
+    return _listed(rows)
+
+
+def _listed(problems: Sequence[Problem]) -> Source:
+    return Source(problems.__getitem__, len(problems))
+
+
+def _read_jsonl(file: Path) -> list[Problem]:
+    if not file.is_file():
+        raise FileNotFoundError(f"task file {file} is not there; name a file of one JSON object a line")
+    problems = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; mend the line") from None
+            problems.append(_problem(row, f"{file} line {number}"))
+    if not problems:
+        raise ValueError(f"{file} holds no problem; write one JSON object a line, as {_EXAMPLE}")
+    return problems
+
+
+def _user_function(task: Task, split: Split) -> Source:
+    """``f(split=..., **options)`` gives a sequence of rows like those of a jsonl file; it may make them lazily."""
+    rows = import_function(task.name, setting="task.name")(split=split, **task.options)
+    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
+        raise ValueError(
+            f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, as [{_EXAMPLE}]"
+        )
+    return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
+
+
+_EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
+
+
+def _problem(row: Any, where: str) -> Problem:
+    """One row as a problem; what is neither question nor answer goes into `extra`."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {_EXAMPLE}")
+    given = [key for key in QUESTION_KEYS if key in row]
+    if len(given) != 1:
+        seen = ", ".join(given) or ", ".join(map(str, row)) or "nothing"
+        raise ValueError(f"{where} needs one of {', '.join(QUESTION_KEYS)}; it has {seen}")
+    question = row[given[0]]
+    if given[0] == "messages":
+        if not isinstance(question, list) or not question or not all(map(_is_message, question)):
+            raise ValueError(
+                f'{where}: messages must be a list of {{"role": ..., "content": ...}}; it is {_short(question)}'
+            )
+        question = tuple(question)
+    elif not isinstance(question, str) or not question:
+        raise ValueError(f"{where}: {given[0]} must be text; it is {_short(question)}")
+    extra = {str(key): value for key, value in row.items() if key not in (given[0], "answer")}
+    return Problem(question, _text(row.get("answer")), extra)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _short(value: Any) -> str:
+    text = repr(value.strip() if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def random_tokens(
+    *, split: Split, vocab: int, size: int = 4096, least: int = 2, most: int = 8, first: int = 4, seed: int = 0
+) -> list[dict[str, str]]:
+    """Prompts of random token ids, for models without a tokenizer (its text is ids); `first` skips special ones."""
+    draw = random.Random(f"{split}/{seed}")
+    return [
+        {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}
+        for _ in range(size)
+    ]

@@ -1,0 +1,114 @@
+"""Text to token ids and back, once each, on our side; the engine sees ids only.
+
+A model folder without a tokenizer (a tiny test model) has texts that are the ids themselves: "5 17 3".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megarl.data.tasks import Question
+
+__all__ = ["HfTokenizer", "Template", "TokenIds", "Tokenizer", "load_tokenizer"]
+
+Template = Literal["chat", "plain"]
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer(Protocol):
+    """`eos`: every token id that ends a response."""
+
+    eos: tuple[int, ...]
+
+    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]: ...
+    def encode_answer(self, text: str) -> tuple[int, ...]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of the Hugging Face model in folder `path`."""
+    folder = Path(path)
+    config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+    eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    if not any((folder / name).is_file() for name in FILES):
+        return TokenIds(tuple(sorted(eos)), int(config["vocab_size"]))
+    import transformers
+
+    if (folder / "tokenizer_config.json").is_file():
+        inner = transformers.AutoTokenizer.from_pretrained(folder)
+    else:
+        inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    return HfTokenizer(inner, tuple(sorted(eos | _ids(inner.eos_token_id))))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _ids(value: Any) -> set[int]:
+    """`eos_token_id` as the files have it: a number, a list of them, or nothing."""
+    if value is None:
+        return set()
+    return set(value) if isinstance(value, list) else {value}
+
+
+class HfTokenizer:
+    def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
+        self.inner = inner
+        self.eos = eos
+
+    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
+        """Chat: the tokenizer's own template, up to where the answer begins. Plain: the text as it stands.
+
+        Raises ValueError when `template` is chat and the tokenizer has none.
+        """
+        if (template or ("chat" if self.inner.chat_template else "plain")) == "plain":
+            text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
+            return tuple(self.inner(text)["input_ids"])
+        if not self.inner.chat_template:
+            raise ValueError("task.template=chat, but the model's tokenizer has no chat template; use plain")
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        text = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """The text with the end after it: what a finished response to learn from looks like."""
+        end = self.inner.eos_token_id if self.inner.eos_token_id is not None else next(iter(self.eos), None)
+        return (*self.inner(text, add_special_tokens=False)["input_ids"], *(() if end is None else (end,)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TokenIds:
+    """Texts are the ids, separated by spaces."""
+
+    def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
+        self.eos = eos
+        self.vocab = vocab
+
+    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
+        if template == "chat" or not isinstance(question, str):
+            raise ValueError(
+                "the model has no tokenizer, so no chat template; use task.template: plain and text prompts"
+            )
+        return self._parse(question)
+
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        return (*self._parse(text), *self.eos[:1])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def _parse(self, text: str) -> tuple[int, ...]:
+        words = text.split()
+        wrong = next((word for word in words if not word.isdecimal() or int(word) >= self.vocab), None)
+        if wrong is not None:
+            raise ValueError(
+                f"the model has no tokenizer, so a text is token ids 0..{self.vocab - 1} separated by spaces; "
+                f"{wrong!r} is none. Give the model a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
+            )
+        return tuple(map(int, words))

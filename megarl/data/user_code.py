@@ -1,0 +1,45 @@
+"""A user's own function, named in the config as `package.module:function` (or `package.module.function`). No torch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["import_function", "is_dotted"]
+
+
+def is_dotted(name: str) -> bool:
+    return ":" in name or "." in name
+
+
+def import_function(path: str, *, setting: str) -> Callable[..., Any]:
+    """The function at `path`; `setting` names the config key in errors. The working directory is searched too.
+
+    Raises ValueError when there is no such module or function.
+    """
+    module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not function_name:
+        raise ValueError(f"{setting}={path!r} is not a function's path; write package.module:function")
+    if str(Path.cwd()) not in sys.path:  # a console script does not search it by itself
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 (the user's module may fail in any way)
+        kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
+        raise ValueError(
+            f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that holds "
+            f"{module_name.split('.')[0]}, or install it"
+        ) from None
+    for name in function_name.split("."):
+        if not hasattr(found, name):
+            there = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            raise ValueError(
+                f"{setting}={path!r}: {module_name} has no {name!r}; it has {', '.join(there[:10]) or 'no functions'}"
+            )
+        found = getattr(found, name)
+    if not callable(found):
+        raise ValueError(f"{setting}={path!r} is a {type(found).__name__}, not a function; name a function")
+    return found
