@@ -1,9 +1,9 @@
 """What we change in vLLM, in one place. Each: what upstream does, why we differ, versions, when to delete.
 
-segment_names (vLLM 0.32, CPU only): under the external launcher the identifier of CPU shared memory is the last part
-of "env://", so every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*: two jobs at once read each other's activations and
-a crashed one blocks the next. We put the job's prefix in front. Delete when vLLM derives the name from the job;
-tests/dist/test_rollout_jobs.py then sees names without our prefix.
+segment_names (vLLM 0.32, CPU only): under the external launcher the identifier of CPU shared memory is the last
+part of "env://", so every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*: two jobs at once read each other's
+activations, and a crashed one blocks the next. We put the job's prefix in front. Delete when vLLM derives the name
+from the job; tests/dist/test_rollout_jobs.py then finds no name of ours to wrap.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class LayerReceiver:
     """publish.Receiver. `reset_cache` drops what the engine remembers of old weights."""
 
     def __init__(
-        self, model: nn.Module, recording: Recording, dtype: torch.dtype, reset_cache: Callable[[], None]
+        self, model: nn.Module, recording: Recording, dtype: torch.dtype, reset_cache: Callable[[], object]
     ) -> None:
         self.boxes = recording.boxes
         self.state: State = "empty"
@@ -141,9 +141,10 @@ class LayerReceiver:
 
 def _process(layer: nn.Module, device: torch.device) -> None:
     """What vLLM does to a layer once its weights are in: pack, shuffle, quantize."""
-    method: Any = getattr(layer, "quant_method", None)
-    if not isinstance(method, QuantizeMethodBase):
+    found = getattr(layer, "quant_method", None)
+    if not isinstance(found, QuantizeMethodBase):
         return
+    method: Any = found
     if hasattr(layer, PROCESSED):
         delattr(layer, PROCESSED)
     kernel = getattr(method, "moe_kernel", None)

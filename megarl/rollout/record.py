@@ -149,14 +149,18 @@ class _Recorder(TorchDispatchMode):
         if where is None:
             raise CheckFailed(f"the engine's loader takes elements of {name} for {param} that are not a rectangle")
         start, shape, strides = where
-        self.boxes.append(Box(name, start, shape, param, target.storage_offset() - whole.storage_offset(), strides))
+        self.boxes.append(Box(name, start, shape, param, _offset(target, whole), strides))
 
     def _fill(self, target: Tensor, value: float) -> None:
         if not target.numel():
             return
         param, whole = self._parameters[_storage(target)]
-        offset = target.storage_offset() - whole.storage_offset()
+        offset = _offset(target, whole)
         self.fills.append(Fill(param, offset, tuple(target.shape), tuple(target.stride()), value))
+
+
+def _offset(view: Tensor, whole: Tensor) -> int:
+    return int(view.storage_offset()) - int(whole.storage_offset())
 
 
 def _storage(tensor: Tensor) -> int:
@@ -166,7 +170,7 @@ def _storage(tensor: Tensor) -> int:
 def _rectangle(
     source: Tensor, value: Tensor, target: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """(start, shape, strides in `target`) of the view `value` in dims of the contiguous `source`; None if it is no rectangle."""
+    """The view `value` in dims of the contiguous `source`: (start, shape, strides in `target`); None: no rectangle."""
     rest, start = value.storage_offset(), []
     for stride in source.stride():
         start.append(rest // stride)

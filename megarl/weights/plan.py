@@ -203,7 +203,7 @@ def _piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source: Bo
 
 
 class _Packer:
-    """Fills rounds in order; a new one starts when a piece would take a rank's in- or out-going bucket over the limit."""
+    """Fills rounds in order; a new one starts when a piece would take what a rank sends or receives over the limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # elements

@@ -122,7 +122,7 @@ class Publisher:
         return cls(plan, receiver, transport, parameters, dtype, len(expected), probe)
 
     def publish(self, *, version: int) -> PublishReport:
-        """Raises CheckFailed, on all ranks, when anything is missing or arrives changed; the engine then refuses prompts."""
+        """Raises CheckFailed, on all ranks, when anything is missing or changed; the engine then refuses prompts."""
         began = time.perf_counter()
         parameters = self._parameters()
         self._receiver.begin()
@@ -222,8 +222,8 @@ class Publisher:
         if seen[worst][0] > probe.max or max(mean for _, mean in seen) > probe.mean:
             raise CheckFailed(
                 f"after the sync of weights the engine on rank {worst} scores the probe batch {seen[worst][0]:.3g} "
-                f"(mean {seen[worst][1]:.3g}) away from the trainer (bounds {probe.max:g}, {probe.mean:g}), though every "
-                "name and byte arrived: the engine re-packs or computes something else than the trainer"
+                f"(mean {seen[worst][1]:.3g}) away from the trainer (bounds {probe.max:g}, {probe.mean:g}), though "
+                "every name and byte arrived: the engine re-packs or computes something else than the trainer"
             )
         self._proven = True
 
