@@ -72,7 +72,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
 
     env = Env.read()
     config = load_config(path, overrides)
-    job = preflight(config, env)
+    job = preflight(config, env, command=command)
     if env.is_main:
         for warning in job.warnings:
             print(f"megarl: warning: {warning}", file=sys.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model, read_model
@@ -47,6 +48,7 @@ def check_config(config: Config, env: Env) -> Job:
     _check_algorithm(config)
     _check_lengths(config, shape)
     _check_train(config)
+    _check_resume(config)
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Job(
@@ -204,6 +206,14 @@ def _check_train(config: Config) -> None:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):
         raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, as [0.9, 0.95]")
+
+
+def _check_resume(config: Config) -> None:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise FileNotFoundError(
+            f"checkpoint.resume={resume} is not a folder; use auto, never, or a checkpoint's folder"
+        )
 
 
 def _warnings(config: Config, layout: Layout, rows: int, longest: int) -> Iterator[str]:

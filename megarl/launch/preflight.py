@@ -16,10 +16,10 @@ from megarl.rewards.rules import check_rewards
 __all__ = ["describe", "preflight"]
 
 
-def preflight(config: Config, env: Env) -> Job:
+def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with one line for the user."""
     job = check_config(config, env)
-    check_task(config.task)
+    check_task(config.task, held_out=command == "eval" or config.eval.every > 0)
     if config.stage == "rl":
         check_rewards(config.rewards)
     return job
@@ -40,7 +40,8 @@ def describe(config: Config, job: Job) -> str:
         f"({shape.kv_heads} kv), vocabulary {shape.vocab}{moe}",
         f"processes  {job.world} on {device}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most {job.longest_row} tokens; "
-        f"{train.updates_per_step} updates of {per_update} rows, micro-batches of {train.max_tokens_per_microbatch} tokens",
+        f"{train.updates_per_step} updates of {per_update} rows, "
+        f"micro-batches of {train.max_tokens_per_microbatch} tokens",
         f"run        {train.steps} steps -> {run_dir(config)}",
     ]
     return "\n".join(lines)

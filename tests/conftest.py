@@ -1,0 +1,23 @@
+"""One core a test process, and no test reads what a surrounding job left in the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.platform.env import set_env
+
+set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
+
+
+@pytest.fixture(autouse=True)
+def outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MEGARL_JOB_ID",
+        "MEGARL_RUN_DIR",
+        "MEGARL_LAUNCHED",
+    ):
+        monkeypatch.delenv(name, raising=False)

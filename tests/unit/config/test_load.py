@@ -1,0 +1,130 @@
+"""A config file, its overrides and its preset become one Config, or one line of error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.load import load_config, parse_config, resolved_yaml, run_dir
+from megarl.config.presets import PRESETS
+from megarl.config.schema import Config
+
+BASE = """\
+run: {name: base}
+model:
+  create: {family: qwen3}
+train:
+  lr: 1e-4
+  steps: 7
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    file = tmp_path / "base.yaml"
+    file.write_text(BASE)
+    return file
+
+
+def test_overrides_win_and_are_read_as_yaml(base: Path) -> None:
+    config = load_config(base, ["train.steps=3", "train.betas=[0.8, 0.9]", "train.lr=2e-5", "task.options={max: 3e1}"])
+    assert (config.train.steps, config.train.betas, config.train.lr) == (3, (0.8, 0.9), 2e-5)
+    assert config.task.options == {"max": 30.0}, "1e1-style numbers are numbers, also where no type says so"
+    assert load_config(base).train.steps == 7
+
+
+def test_path_on_the_command_line_replaces_create(base: Path) -> None:
+    assert load_config(base, ["model.path=/some/where"]).model.model_dump() == {"path": "/some/where", "create": None}
+
+
+def test_resolved_reads_back_the_same(base: Path) -> None:
+    config = load_config(base, ["algorithm.preset=reinforce_pp", "algorithm.kl.coef=0.5"])
+    assert parse_config(yaml.safe_load(resolved_yaml(config))) == config
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.floats(0.0, 0.9), st.floats(0.0, 2.0))
+def test_explicit_values_win_over_any_preset(preset: str, clip: float, coef: float) -> None:
+    algorithm = parse_config({"algorithm": {"preset": preset, "clip_low": clip, "kl": {"coef": coef}}}).algorithm
+    assert (algorithm.clip_low, algorithm.kl.coef, algorithm.preset) == (clip, coef, preset)
+    expected = PRESETS[preset].get("kl", {}).get("estimator", Config().algorithm.kl.estimator)
+    assert algorithm.kl.estimator == expected, "the rest of a section still comes from the preset"
+    assert parse_config(yaml.safe_load(resolved_yaml(Config(algorithm=algorithm)))).algorithm == algorithm
+
+
+def test_options_of_another_function_do_not_follow_a_changed_name() -> None:
+    kept = parse_config({"algorithm": {"preset": "grpo", "correction": PRESETS["grpo"]["correction"]}}).algorithm
+    assert kept.correction_options == PRESETS["grpo"]["correction_options"]
+    assert parse_config({"algorithm": {"preset": "grpo", "correction": "none"}}).algorithm.correction_options == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["train.stepz=3"], ["train.stepz", "on the command line", "train.steps"]),
+        (["lr=1"], ["unknown key lr", "train.lr"]),
+        (["zzzz.steps=1"], ["unknown key zzzz", "known keys here", "train"]),
+        (["rewards=[{name: a, wieght: 2}]"], ["rewards.0.wieght", "rewards.0.weight"]),
+        (["train.steps=abc"], ["train.steps='abc'", "integer"]),
+        (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
+        (["train.dtype=fp16"], ["train.dtype='fp16'", "'fp32' or 'bf16'"]),
+        (["algorithm.preset=gprp"], ["algorithm.preset='gprp'", "grpo"]),
+        (["algorithm=3"], ["algorithm=3", "on the command line"]),
+        (["train.betas=[0.9]"], ["train.betas.1", "missing"]),
+        (["train.steps"], ["'train.steps'", "section.key=value"]),
+        (["task.options={a: [}"], ["task.options", "quote"]),
+        (["run.name=a/b"], ["run.name='a/b'"]),
+    ],
+)
+def test_errors_are_one_line_with_the_key_the_place_and_the_remedy(
+    base: Path, overrides: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_config(base, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train:\n  steps: 3\n  stepz: 4\n", ["c.yaml line 3", "train.steps"]),
+        ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is given twice", "line 2", "line 3"]),
+        ("train:\n  steps: x\n", ["c.yaml line 2", "train.steps='x'"]),
+        ("train: {steps: 3\nrun: 3", ["c.yaml", "not YAML"]),
+        ("- a\n", ["holds a list"]),
+        ("train: 3\n", ["train=3", "line 1"]),
+    ],
+)
+def test_errors_in_a_file_name_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_config(file)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_missing_file_names_its_neighbours(base: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*base\.yaml"):
+        load_config(base.with_name("bose.yaml"))
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("")
+    config = load_config(file, ["run.name=7"])
+    assert run_dir(config) == Path("runs/7")
+
+
+def test_config_imports_no_heavy_package() -> None:
+    code = "import megarl.config.validate, megarl.launch.torchrun, megarl.cli, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "vllm", "megatron", "ray", "transformers", "matplotlib"} & set(loaded)

@@ -1,0 +1,120 @@
+"""What is wrong with a config is said before anything starts, with the values and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES
+from megarl.config import names
+from megarl.config.create import hf_config
+from megarl.config.load import parse_config
+from megarl.config.schema import Config, Create
+from megarl.config.validate import check_config, model_shape
+from megarl.platform.env import Env
+
+ALONE = Env()
+
+
+def made(sections: dict[str, Any] | None = None, **create: Any) -> Config:
+    return parse_config({"model": {"create": create}, **(sections or {})})
+
+
+def torchrun(world: int) -> Env:
+    return Env(world_size=world, local_world_size=world, in_torchrun=True)
+
+
+def test_the_smallest_world_holds_the_layout() -> None:
+    moe = {"family": "qwen3_moe", "experts": 4}
+    job = check_config(made({"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}}, **moe), ALONE)
+    assert (job.world, job.layout.dp.size, job.replicas, job.layout.ep.size) == (2, 1, 2, 2)
+    job = check_config(made({"parallel": {"pipeline": 2}, "rollout": {"tensor": 4}}, heads=4, kv_heads=2), ALONE)
+    assert (job.world, job.layout.dp.size, job.replicas) == (4, 2, 1)
+
+
+def test_torchrun_sets_the_world() -> None:
+    job = check_config(made({"parallel": {"tensor": 2}, "launch": {"processes": 2}}), torchrun(8))
+    assert (job.world, job.layout.dp.size, job.rows, job.longest_row) == (8, 4, 32 * 8, 1024 + 256)
+
+
+@pytest.mark.parametrize(
+    ("sections", "create", "parts"),
+    [
+        ({"parallel": {"tensor": 3}}, {}, ["heads=4", "parallel.tensor=3", "1, 2, 4"]),
+        ({"parallel": {"tensor": 4}}, {}, ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
+        ({"parallel": {"pipeline": 2}}, {"layers": 3}, ["layers=3", "parallel.pipeline=2"]),
+        ({"parallel": {"expert": 2}}, {}, ["parallel.expert=2", "no experts"]),
+        ({"parallel": {"expert": 3}}, {"family": "qwen3_moe", "experts": 4}, ["experts=4", "parallel.expert=3"]),
+        (
+            {"parallel": {"expert_tensor": 3}},
+            {"family": "qwen3_moe", "experts": 4, "moe_intermediate": 32},
+            ["moe_intermediate=32", "parallel.expert_tensor=3"],
+        ),
+        ({"rollout": {"tensor": 3}}, {}, ["heads=4", "rollout.tensor=3"]),
+        ({"parallel": {"tensor": 2}, "launch": {"processes": 3}}, {}, ["launch.processes=3", "multiple of 2"]),
+        ({"rollout": {"top_p": 0.9}}, {}, ["rollout.top_p=0.9", "refused in training", "1.0"]),
+        ({"rollout": {"top_k": 5}}, {}, ["rollout.top_k=5"]),
+        ({"rollout": {"min_p": 0.1}}, {}, ["rollout.min_p=0.1"]),
+        ({"rollout": {"samples_per_prompt": 1}}, {}, ["samples_per_prompt=1", "grpo", "2 or more"]),
+        ({"rollout": {"max_tokens": 4000}}, {}, ["1024 + 4000 = 5024", "max_position=4096"]),
+        ({"rollout": {"max_model_len": 1000}}, {}, ["1280", "max_model_len=1000"]),
+        ({"train": {"updates_per_step": 64}}, {}, ["updates_per_step=64", "prompts_per_step=32"]),
+        ({"train": {"min_lr": 1.0}}, {}, ["min_lr=1.0", "lr=1e-06"]),
+        ({"rewards": []}, {}, ["rewards is empty"]),
+        ({"algorithm": {"advantage": "nope"}}, {}, ["algorithm.advantage='nope'", "grpo"]),
+        ({"parallel": {"context": 2}}, {}, ["parallel.context=2", "leave it at 1"]),
+        ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
+        ({"telemetry": {"wandb": "x"}}, {}, ["telemetry.wandb=x", "null"]),
+        ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
+        ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
+        ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),
+        ({"checkpoint": {"resume": "nevr"}}, {}, ["checkpoint.resume=nevr", "never"]),
+        ({}, {"vocab": 3}, ["vocab=3", "at least"]),
+    ],
+)
+def test_refusals(sections: dict[str, Any], create: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        check_config(made(sections, **create), ALONE)
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text, text
+
+
+def test_torchrun_world_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"torchrun's WORLD_SIZE=3 .* = 2; use a multiple of 2"):
+        check_config(made({"parallel": {"tensor": 2}}), torchrun(3))
+
+
+def test_model_directories(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="not a directory"):
+        model_shape(parse_config({"model": {"path": str(tmp_path / "nope")}}))
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"):
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32))))
+    assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
+    with pytest.raises(ValueError, match=r"both model\.path"):
+        model_shape(parse_config({"model": {"path": str(tmp_path), "create": {}}}))
+    with pytest.raises(ValueError, match=r"no model: give model\.path"):
+        model_shape(Config())
+
+
+def test_warnings_name_the_values() -> None:
+    sections = {"train": {"max_tokens_per_microbatch": 64, "prompts_per_step": 1}, "rollout": {"samples_per_prompt": 2}}
+    warnings = check_config(made(sections | {"launch": {"processes": 4}}), ALONE).warnings
+    assert any("1280 tokens" in text and "64" in text for text in warnings)
+    assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
+    assert check_config(made(), ALONE).warnings == ()
+
+
+def test_names_are_those_of_the_maths() -> None:
+    assert set(names.ADVANTAGES) == set(ADVANTAGES)
+    assert set(names.LOSSES) == set(LOSSES)
+    assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
+    assert set(names.CORRECTIONS) == set(CORRECTIONS)

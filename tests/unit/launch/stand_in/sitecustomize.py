@@ -1,0 +1,58 @@
+"""Takes the place of megarl.launch.colocated in launcher tests: a rank does what `run.name` says, without torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+
+class CheckFailed(RuntimeError):
+    pass
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def run(config, env) -> None:
+    folder = Path(config.run.dir) / config.run.name
+    name, rank = config.run.name.split("-")[0], env.rank
+    print(f"hello from rank {rank} of {env.world_size}")
+    print(f"noise from rank {rank}", file=sys.stderr)
+    os.write(1, b"c++ chatter\n")
+    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {os.environ['OMP_NUM_THREADS']}")
+    wait_for(folder / f"up_{env.world_size - 1}")
+    if name == "user" and rank == 1:
+        from megarl.config.model import read_model
+
+        read_model("/not/there")
+    if name == "refused":
+        raise CheckFailed("log-probs differ by 3\nat most")
+    if name == "defect" and rank == 1:
+        int("what")
+    if name == "echo":  # rank 1 is the cause, rank 0 loses its peer
+        if rank == 1:
+            raise CheckFailed("first")
+        time.sleep(0.3)
+        raise RuntimeError("connection closed by peer")
+    if name == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "stubborn":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+        (folder / f"child_{rank}").write_text(str(child.pid))
+    if name in ("defect", "user", "killed", "stubborn", "forever"):
+        (folder / f"busy_{rank}").touch()
+        time.sleep(300)
+
+
+module = types.ModuleType("megarl.launch.colocated")
+module.run = module.evaluate = run
+sys.modules["megarl.launch.colocated"] = module
