@@ -58,7 +58,7 @@ def add_advantages(
 def supervised(batch: TrainBatch, logprobs: LogProbs) -> ScoredBatch:
     """A batch of reference answers, for the loss `sft`: nothing was sampled, so the engine's log-probs are the
     trainer's own and no correction or clip can act."""
-    same = _fields(batch) | {"rollout_logprobs": logprobs.old}
+    same = {**_fields(batch), "rollout_logprobs": logprobs.old}  # nothing was sampled
     ones_T = batch.mask.to(torch.float32)
     return ScoredBatch(**same, advantages=ones_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref)
 
