@@ -1,0 +1,144 @@
+"""The Actor role on Megatron-Core: log-probs of a batch, and updates on it. Every rank calls, every rank gets the same.
+
+Actor.build: groups -> model -> weights from safetensors -> gradient buffers -> optimizer -> (reference copy)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megarl.actor.build import Groups, build_model, init_parallel, padded_vocab, transformer_config
+from megarl.actor.forward import Microbatch, Reading, pack, run
+from megarl.actor.load import load_hf
+from megarl.actor.logprobs import TokenOutputs
+from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
+from megarl.actor.reference import Reference
+from megarl.actor.update import UpdateLoss, global_sums
+from megarl.algorithms.objective import loss_weights
+from megarl.config.model import ModelShape
+from megarl.config.schema import Config
+from megarl.data.packing import plan_rows
+from megarl.layout import Layout
+from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
+from megarl.weights.models import megatron_boxes
+
+__all__ = ["Actor"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Actor:
+    """Built by `Actor.build`. `model`, `optimizer` and `scheduler` are what a checkpoint holds."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    groups: Groups
+    device: torch.device
+    model: list[DistributedDataParallel]  # the chunks of this stage: one
+    optimizer: MegatronOptimizer
+    scheduler: LrSchedule
+    reference: Reference | None  # None: the objective has no reference term
+
+    @classmethod
+    def build(
+        cls, config: Config, shape: ModelShape, layout: Layout, *, folder: str | Path, device: torch.device
+    ) -> Actor:
+        """The model of `folder` in this layout; torch.distributed must be initialised. Every rank must call."""
+        use_te = device.type == "cuda"
+        groups = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
+        settings = transformer_config(
+            shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
+        )
+        model = build_model(shape, layout, settings, use_te=use_te)
+        boxes = megatron_boxes(
+            shape,
+            layout,
+            style="te" if use_te else "local",
+            padded_vocab=padded_vocab(shape.vocab, layout.tp.size),
+        )
+        load_hf(dict(model.named_parameters()), boxes, folder)  # before the optimizer copies its main weights
+        chunks = [wrap(model)]
+        optimizer = build_optimizer(chunks, config.train)
+        actor = cls(config, shape, layout, groups, device, chunks, optimizer, LrSchedule(config.train), reference=None)
+        if config.algorithm.needs_reference:
+            actor.reference = Reference.of(actor.parameters_by_name())
+        return actor
+
+    def parameters_by_name(self) -> dict[str, Tensor]:
+        """This rank's parameters in the training dtype, under GPTModel's own names."""
+        return dict(self.model[0].module.named_parameters())
+
+    def logprobs(self, batch: TrainBatch) -> LogProbs:
+        """Log-probs of `labels` under the current weights, and under the reference where there is one."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        max_tokens = self.config.train.max_tokens_per_microbatch
+        (ranks,) = plan_rows(lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens)
+        microbatches = [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
+        old = self._score(batch, microbatches)
+        if self.reference is None:
+            return LogProbs(old, None)
+        with self.reference.in_place_of(self.parameters_by_name()):
+            return LogProbs(old, self._score(batch, microbatches))
+
+    def update(self, batch: ScoredBatch, plan: MicrobatchPlan) -> StepReport:
+        """One optimizer step for each update of the plan; the learning rate moves on once, at the end."""
+        weights = loss_weights(
+            batch,
+            plan,
+            aggregation=self.config.algorithm.aggregation,
+            constant=self.config.rollout.max_tokens,
+        )
+        reports = tuple(
+            self._update(batch, ranks[self.layout.dp.rank], weights, num_tokens)
+            for ranks, num_tokens in zip(plan.rows, plan.num_tokens, strict=True)
+        )
+        self.scheduler.step += 1
+        return StepReport(reports)
+
+    def _update(
+        self, batch: ScoredBatch, rows: tuple[tuple[int, ...], ...], weights: Tensor, num_tokens: int
+    ) -> UpdateReport:
+        train = self.config.train
+        zero_grad(self.model, self.optimizer)
+        loss = UpdateLoss(batch, weights, self.config.algorithm)
+        microbatches = [self._pack(batch, chosen) for chosen in rows]
+        run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
+        lr = self.scheduler.lr
+        outcome = take_step(self.optimizer, lr=lr, clip_grad=train.clip_grad)
+        sums = global_sums(loss.sums, counts=self._holds_outputs, device=self.device)
+        value = sums.pop("loss")
+        metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
+        return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
+
+    @property
+    def _holds_outputs(self) -> bool:
+        """One rank of each tensor group of the last stage: together they hold each row once."""
+        return self.layout.pp.last and self.layout.tp.first
+
+    def _pack(self, batch: TrainBatch, rows: tuple[int, ...]) -> Microbatch:
+        return pack(batch, rows, multiple=self.layout.tp.size, device=self.device)
+
+    def _reading(self, batch: TrainBatch, *, entropy: bool) -> Reading:
+        return Reading(self.groups, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)
+
+    def _score(self, batch: TrainBatch, microbatches: list[Microbatch]) -> Tensor:
+        """[T] fp32 on the CPU of every rank: each writes its rows into zeros, one all-reduce puts them together."""
+        found = torch.zeros(batch.num_tokens, device=self.device)
+
+        def keep(microbatch: Microbatch, outputs: TokenOutputs) -> Tensor:
+            if self._holds_outputs:
+                found[microbatch.index.to(self.device)] = outputs.logprobs_T
+            return outputs.logprobs_T.new_zeros(())
+
+        run(self.model, microbatches, self._reading(batch, entropy=False), keep, train=False)
+        dist.all_reduce(found)
+        return found.cpu()

@@ -1,0 +1,216 @@
+"""ModelShape and parallel sizes -> Megatron's process groups, TransformerConfig and GPTModel.
+
+    init_parallel(sizes, layout) -> Groups        the only place that touches parallel_state
+    build_model(shape, layout, groups, ...)  -> GPTModel whose output is hidden states, not logits
+
+The output layer keeps its weight but hands hidden states through: actor/logprobs.py makes log-probs from
+them in chunks, so the logits of a micro-batch never exist at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megarl.actor.layers import block_spec
+from megarl.config.model import ModelShape
+from megarl.layout import Layout, Parallel, stage_layers
+
+__all__ = ["Groups", "build_model", "destroy_parallel", "init_parallel", "output_weight", "padded_vocab"]
+
+_VOCAB_MULTIPLE = 8  # embedding rows of each tensor rank: GEMMs like it, and a small vocabulary grows little
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups that code of ours reduces over; Megatron's modules find their own."""
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    dp: ProcessGroup
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Embedding rows over all `tensor` ranks: the vocabulary, rounded up so that every rank holds as many."""
+    multiple = _VOCAB_MULTIPLE * tensor
+    return math.ceil(vocab / multiple) * multiple
+
+
+def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
+    """Make Megatron's process groups for these sizes; a previous set is destroyed first.
+
+    torch.distributed must be initialised. Raises ValueError for axes that are not supported yet.
+    """
+    for axis in ("virtual_pipeline", "context"):
+        if getattr(sizes, axis) > 1:
+            raise ValueError(f"parallel.{axis}={getattr(sizes, axis)} is not supported yet; set it to 1")
+    destroy_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+    _assert_agrees(layout)
+    # Megatron's layers enter a named random state even where nothing is drawn.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+    )
+
+
+def destroy_parallel() -> None:
+    """Forget Megatron's process groups, so that another layout can be built in this process."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def _assert_agrees(layout: Layout) -> None:
+    """Our world arithmetic and Megatron's must put this rank in the same place."""
+    theirs = {
+        "tp": (parallel_state.get_tensor_model_parallel_world_size, parallel_state.get_tensor_model_parallel_rank),
+        "pp": (parallel_state.get_pipeline_model_parallel_world_size, parallel_state.get_pipeline_model_parallel_rank),
+        "cp": (parallel_state.get_context_parallel_world_size, parallel_state.get_context_parallel_rank),
+        "dp": (parallel_state.get_data_parallel_world_size, parallel_state.get_data_parallel_rank),
+        "ep": (parallel_state.get_expert_model_parallel_world_size, parallel_state.get_expert_model_parallel_rank),
+        "etp": (parallel_state.get_expert_tensor_parallel_world_size, parallel_state.get_expert_tensor_parallel_rank),
+        "edp": (parallel_state.get_expert_data_parallel_world_size, parallel_state.get_expert_data_parallel_rank),
+    }
+    for name, (size, rank) in theirs.items():
+        ours = getattr(layout, name)
+        assert (size(), rank()) == (ours.size, ours.rank), f"{name}: Megatron says {size()}, {rank()}, layout {ours}"
+
+
+def transformer_config(
+    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: str, use_te: bool
+) -> TransformerConfig:
+    """Megatron's settings for this model and layout. Gradients are sums: nothing in Megatron divides them."""
+    moe = {}
+    if shape.is_moe:
+        moe = dict(
+            num_moe_experts=shape.experts,
+            moe_ffn_hidden_size=shape.moe_intermediate,
+            moe_router_topk=shape.experts_per_token,
+            moe_router_pre_softmax=not shape.norm_topk_prob,  # else: softmax over the chosen = renormalised softmax
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_grouped_gemm=use_te,
+        )
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp.size,
+        pipeline_model_parallel_size=layout.pp.size,
+        context_parallel_size=layout.cp.size,
+        expert_model_parallel_size=layout.ep.size,
+        expert_tensor_parallel_size=layout.etp.size,
+        sequence_parallel=layout.tp.size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,  # packed micro-batches differ in length; refused with other dispatchers
+        moe_token_dispatcher_type=dispatcher if shape.is_moe else "alltoall",
+        calculate_per_token_loss=True,
+        # Every parameter is loaded, so nothing is drawn; but to "initialise" is also what marks a parameter as split
+        # over the tensor ranks, and without the mark the gradient norm leaves it out on all of them but the first.
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        bias_activation_fusion=use_te,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **moe,
+    )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> GPTModel:
+    """This rank's pipeline stage, parameters not yet loaded. Its forward gives hidden states [1, T / tp, hidden]."""
+    num_layers = len(stage_layers(shape.layers, layout))
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, num_layers=num_layers, use_te=use_te),
+        vocab_size=padded_vocab(shape.vocab, layout.tp.size),
+        max_sequence_length=shape.max_position,
+        pre_process=layout.pp.first,
+        post_process=layout.pp.last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # a float is as good
+    )
+    if shape.rope_scaling:
+        model.rotary_pos_emb.inv_freq = _llama3_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+    if layout.pp.last:
+        model.output_layer.forward = _hand_through
+    _mark_replicated_experts(model, layout)
+    return model
+
+
+def _hand_through(hidden: Tensor, weight: Tensor | None = None, **_unused: object) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """[padded_vocab / tp, hidden] of the last stage: the output layer's own, or the tied embedding."""
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else (model.output_layer.weight)
+    )
+
+
+def _llama3_frequencies(shape: ModelShape) -> Tensor:
+    """[head_dim / 2] fp32: long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    scaling = shape.rope_scaling
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = float(scaling["original_max_position_embeddings"])
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
+    kept = 1.0 / shape.rope_theta**exponents
+    ramp = ((context * kept / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return ramp * kept + (1 - ramp) * kept / factor
+
+
+def _mark_replicated_experts(model: GPTModel, layout: Layout) -> None:
+    """megatron-core 0.16.1 reduces experts with the dense gradients when expert parallelism is 1, although with
+    expert_tensor != tensor their replicas lie on other ranks: the copies on the tensor ranks would drift apart.
+    """
+    if layout.ep.size == 1 and layout.etp.size != layout.tp.size:
+        for parameter in expert_parameters(model):
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def expert_parameters(model: GPTModel) -> Sequence[torch.nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if ".experts." in name]

@@ -1,0 +1,126 @@
+"""The model behind Megatron's DistributedDataParallel and DistributedOptimizer, and one guarded step of it.
+
+Gradients are summed in fp32 over data ranks and divided by nobody: losses carry their weights already.
+A step is taken or skipped on the gradient norm, which Megatron reduces over the whole world, so every rank
+decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megarl.config.schema import Train
+
+__all__ = ["LrSchedule", "StepOutcome", "build_optimizer", "learning_rate", "take_step", "wrap", "zero_grad"]
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """The rate of rollout step `step` (from 0): linear warm-up, then the schedule down to min_lr at the last step."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
+    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return train.min_lr + (train.lr - train.min_lr) * left
+
+
+@dataclass
+class LrSchedule:
+    """How many rollout steps have been trained; a checkpoint keeps it."""
+
+    train: Train
+    step: int = 0
+
+    @property
+    def lr(self) -> float:
+        return learning_rate(self.train, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+def wrap(model: GPTModel) -> DistributedDataParallel:
+    """Parameters and fp32 gradients move into flat buffers; call after the weights are loaded."""
+    ddp = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,  # a non-finite gradient skips the step, it does not end the run
+        ),
+        module=model,
+    )
+    model.config.finalize_model_grads_func = _finalize
+    return ddp
+
+
+def _finalize(chunks: list[torch.nn.Module], _num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reductions without its division by a token count."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
+    """Adam (decoupled weight decay) with fp32 main weights, its state spread over the data ranks."""
+    bf16 = train.dtype == "bf16"
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_eps=train.eps,
+        clip_grad=train.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    grad_norm: float  # before clipping, over the whole model
+    skipped: bool
+
+
+def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> StepOutcome:
+    """Clip to `clip_grad` (0: not at all) and step; a gradient that is not finite changes nothing."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    found_inf = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm() or 0.0)
+    if found_inf or not math.isfinite(norm):
+        return StepOutcome(norm, skipped=True)
+    if clip_grad > 0:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return StepOutcome(norm, skipped=False)

@@ -1,0 +1,105 @@
+"""Tiny Hugging Face models, batches, and plain transformers as the oracle: what the actor tests measure against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from megarl.types import TrainBatch
+
+VOCAB = 67  # divisible by no tensor size
+_SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=256,
+    initializer_range=0.2,  # large enough that log-probs differ by whole units
+)
+_LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
+
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3),
+    "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3_untied": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=True, tie_word_embeddings=False),
+    "qwen3_moe_unnormalised": Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=False, tie_word_embeddings=True),
+}
+
+
+def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """A random model of MODELS in `folder`/`name`; its norms and biases are random too, or they would hide faults."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, longest: int = 24) -> TrainBatch:
+    """Rows of different lengths, prompts masked, labels that follow the tokens; two rows a group."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, size: int) -> torch.Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    lengths = draw(4, longest, num_rows).tolist()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = draw(0, VOCAB, int(cu_seqlens[-1]))
+    labels = torch.cat([tokens[1:], tokens[:1]])
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        mask[start : start + int(draw(0, 3, 1))] = False
+        mask[end - 1], labels[end - 1] = False, 0
+    total, last = tokens.numel(), cu_seqlens[1:] - 2
+    rewards = torch.rand(num_rows, generator=generator)
+    return TrainBatch(
+        tokens=tokens,
+        labels=labels,
+        mask=mask,
+        rollout_logprobs=torch.zeros(total),
+        token_rewards=torch.zeros(total).index_put((last,), rewards),
+        step_ends=torch.zeros(total, dtype=torch.bool),
+        cu_seqlens=cu_seqlens,
+        rewards=rewards,
+        baseline=torch.zeros(num_rows),
+        group=torch.arange(num_rows) // 2,
+        prompt_id=torch.arange(num_rows) // 2,
+        finish=torch.zeros(num_rows, dtype=torch.int64),
+        versions=torch.zeros(num_rows, 2, dtype=torch.int64),
+        temperature=temperature,
+    )
+
+
+def oracle_log_softmax(model: torch.nn.Module, batch: TrainBatch) -> torch.Tensor:
+    """[T, vocab] of transformers at the batch's temperature, row by row."""
+    spans = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
+    logits = [model(input_ids=batch.tokens[None, start:end]).logits[0] for start, end in spans]
+    return torch.cat(logits).float().div(batch.temperature).log_softmax(-1)
+
+
+def oracle_logprobs(model: torch.nn.Module, batch: TrainBatch) -> torch.Tensor:
+    """[T], 0 where the mask is False."""
+    of_labels = oracle_log_softmax(model, batch).gather(1, batch.labels[:, None])[:, 0]
+    return torch.where(batch.mask, of_labels, 0.0)
