@@ -44,12 +44,59 @@ def hf_config(create: Create) -> dict[str, Any]:
 
     Raises ValueError when its sizes do not fit together.
     """
+    _check_sizes(create)
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[create.family]],
+        "model_type": create.family,
+        "hidden_act": "silu",
+        "hidden_size": create.hidden,
+        "intermediate_size": create.intermediate or 3 * create.hidden,
+        "num_hidden_layers": create.layers,
+        "num_attention_heads": create.heads,
+        "num_key_value_heads": create.kv_heads,
+        "head_dim": _head_dim(create),
+        "max_position_embeddings": create.max_position,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,  # transformers < 5 reads it here
+        "attention_bias": False,
+        "tie_word_embeddings": create.tied,
+        "vocab_size": create.vocab or len(characters(create)),
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "initializer_range": 0.02,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+    if create.experts:
+        values |= {
+            "num_experts": create.experts,
+            "num_experts_per_tok": create.experts_per_token,
+            "moe_intermediate_size": create.moe_intermediate or create.hidden,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
+    return values
+
+
+def generation_config() -> dict[str, Any]:
+    return {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
+
+
+def _head_dim(create: Create) -> int:
+    return create.head_dim or create.hidden // create.heads
+
+
+def _check_sizes(create: Create) -> None:
     if create.head_dim is None and create.hidden % create.heads:
         raise ValueError(
             f"model.create: hidden={create.hidden} is not divisible by heads={create.heads}; "
             "change one, or give head_dim"
         )
-    head_dim = create.head_dim or create.hidden // create.heads
+    head_dim = _head_dim(create)
     if head_dim % 2:
         raise ValueError(f"model.create: head_dim={head_dim} is odd, which rotary positions cannot use; make it even")
     if create.heads % create.kv_heads:
@@ -67,42 +114,3 @@ def hf_config(create: Create) -> dict[str, Any]:
     least = len(SPECIAL) + len(create.phrases) + 1
     if create.vocab is not None and create.vocab < least:
         raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")
-    values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[create.family]],
-        "model_type": create.family,
-        "hidden_act": "silu",
-        "hidden_size": create.hidden,
-        "intermediate_size": create.intermediate or 3 * create.hidden,
-        "num_hidden_layers": create.layers,
-        "num_attention_heads": create.heads,
-        "num_key_value_heads": create.kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": create.max_position,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "rope_theta": 10000.0,  # transformers < 5 reads it here
-        "attention_bias": False,
-        "tie_word_embeddings": create.tied,
-        "vocab_size": create.vocab or len(characters(create)),
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "initializer_range": 0.02,
-        "dtype": "float32",
-        "use_cache": True,
-    }
-    if is_moe:
-        values |= {
-            "num_experts": create.experts,
-            "num_experts_per_tok": create.experts_per_token,
-            "moe_intermediate_size": create.moe_intermediate or create.hidden,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-    return values
-
-
-def generation_config() -> dict[str, Any]:
-    return {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}

@@ -67,8 +67,8 @@ def parse_config(
     merged = deepcopy(dict(values))
     where = _Where(lines or {}, source)
     if unknown := next(_unknown_keys(merged, Config, ""), None):
-        key, near = unknown
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(_siblings(key))}"
+        key, near, known = unknown
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(known)}"
         raise ValueError(f"unknown key {key} {where(key)}; {hint}")
     algorithm = merged.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
@@ -190,8 +190,8 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _known_keys(inner, f"{prefix}{name}.")
 
 
-def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """(dotted key, near names) of each key that is not in `section`."""
+def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(dotted key, near names, all names of its section) of each key that is not in `section`."""
     if isinstance(values, list):
         for index, item in enumerate(values):
             yield from _unknown_keys(item, section, f"{prefix}{index}.")
@@ -201,7 +201,7 @@ def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterato
     for key, value in values.items():
         field = section.model_fields.get(str(key))
         if field is None:
-            yield f"{prefix}{key}", _near(str(key), section, prefix)
+            yield f"{prefix}{key}", _near(str(key), section, prefix), list(section.model_fields)
         elif inner := _section(field.annotation):
             yield from _unknown_keys(value, inner, f"{prefix}{key}.")
 
@@ -216,14 +216,6 @@ def _near(key: str, section: type[BaseModel], prefix: str) -> list[str]:
         return same[:3]
     last = {name.rpartition(".")[2]: name for name in everywhere}
     return [last[name] for name in difflib.get_close_matches(key, last, n=2)]
-
-
-def _siblings(key: str) -> list[str]:
-    section: type[BaseModel] = Config
-    for part in key.split(".")[:-1]:
-        if not part.isdigit():
-            section = _section(section.model_fields[part].annotation) or section
-    return list(section.model_fields)
 
 
 def _explain(error: ValidationError, where: _Where) -> str:

@@ -70,6 +70,7 @@ def test_options_of_another_function_do_not_follow_a_changed_name() -> None:
         (["lr=1"], ["unknown key lr", "train.lr"]),
         (["zzzz.steps=1"], ["unknown key zzzz", "known keys here", "train"]),
         (["rewards=[{name: a, wieght: 2}]"], ["rewards.0.wieght", "rewards.0.weight"]),
+        (["rewards=[{name:a.b:c}]"], ["rewards.0.name:a.b:c", "known keys here: name, weight"]),
         (["train.steps=abc"], ["train.steps='abc'", "integer"]),
         (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
         (["train.dtype=fp16"], ["train.dtype='fp16'", "'fp32' or 'bf16'"]),

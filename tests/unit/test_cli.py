@@ -1,0 +1,84 @@
+"""The command as a user types it: exit codes, one line for a mistake, quickly and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "vllm", "megatron", "transformers"):
+            raise AssertionError(name + " was imported")
+sys.meta_path.insert(0, Refuse())
+from megarl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+CONFIG = "run: {dir: RUNS}\nmodel: {create: {}}\ntask: {name: jsonl:task.jsonl}\nrollout: {max_tokens: 16}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("RUNS", str(tmp_path / "runs")))
+    (tmp_path / "task.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def megarl(folder: Path, *args: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *args]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
+    code, out, err = megarl(folder, "train", "c.yaml", "--dry-run", "train.prompts_per_step=4", "parallel.tensor=2")
+    assert (code, err) == (0, "")
+    assert "prompts_per_step: 4" in out, "an override behind an option counts too"
+    assert "4 prompts x 8 samples = 32 rows of at most 1040 tokens" in out
+    assert "2 on CPU; Megatron-Core: tp2 (data 1); vLLM: 2 replicas of 1" in out
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["train", "c.yaml", "train.stepz=1"], "did you mean train.steps?"),
+        (["train", "c.yaml", "parallel.tensor=3"], "heads=4 is not divisible by parallel.tensor=3"),
+        (["train", "c.yaml", "launch.processes=3", "parallel.tensor=2"], "launch.processes=3"),
+        (["train", "c.yaml", "model.path=/nope"], "/nope is not a directory"),
+        (["train", "c.yaml", "model.path=."], "no config.json"),
+        (["train", "c.yaml", "model.path=gpt"], "supported: llama, qwen2, qwen3, qwen3_moe"),
+        (["train", "c.yaml", "task.name=jsonl:empty.jsonl"], "empty.jsonl"),
+        (["train", "c.yaml", "task.name=jsonl:bad.jsonl"], "line 2"),
+        (["train", "c.yaml", "task.name=jsonl:nope.jsonl"], "nope.jsonl"),
+        (["train", "c.yaml", "rewards=[{name: 'nope.mod:f'}]"], "nope.mod:f"),
+        (["train", "cc.yaml"], "did you mean c.yaml?"),
+        (["train", "c.yaml", "--fast"], "unknown argument --fast"),
+        (["train"], "CONFIG"),
+        (["trian", "c.yaml"], "invalid choice: 'trian'"),
+        (["report", "runs/none"], "runs/none"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(folder: Path, args: list[str], said: str) -> None:
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
+    (folder / "gpt").mkdir()
+    (folder / "gpt" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    began = time.monotonic()
+    code, out, err = megarl(folder, *args)
+    assert (code, out) == (2, ""), err
+    assert err.count("\n") == 1, err
+    assert said in err
+    assert time.monotonic() - began < 5  # 0.4 s on a quiet machine
+
+
+def test_help_names_the_commands(folder: Path) -> None:
+    code, out, _err = megarl(folder, "--help")
+    assert code == 0
+    assert all(word in out for word in ("train", "eval", "report", "section.key=value"))
