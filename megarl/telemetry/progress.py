@@ -16,7 +16,6 @@ SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("reward/accuracy/mean", "accuracy", "{:.3f}"),
     ("accuracy/sampled", "accuracy", "{:.3f}"),
-    ("eval/accuracy", "fresh problems", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("logprob_diff/max", "log-prob diff", "{:.1e}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),

@@ -20,7 +20,7 @@ __all__ = ["write_report"]
 Rows = Sequence[Mapping[str, Any]]
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-BLUE, ORANGE, GREEN = "#2b6cb0", "#dd6b20", "#2f855a"
+BLUE, ORANGE, GREEN, PURPLE = "#2b6cb0", "#dd6b20", "#2f855a", "#805ad5"
 # title, (metric, label, colour) of each curve, axis scale; a panel without data is left out
 PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str], ...] = (
     ("entropy", (("entropy", "entropy", BLUE),), "linear"),
@@ -37,8 +37,14 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str], ...] = (
 HEADLINE = (
     ("reward/accuracy/mean", "accuracy, sampled", BLUE),
     ("accuracy/sampled", "accuracy, sampled", BLUE),
-    ("eval/accuracy", "accuracy, fresh problems", GREEN),
     ("reward/mean", "reward", ORANGE),
+)
+
+
+# figures of eval.jsonl: problems never trained on
+FRESH = (
+    ("accuracy", "accuracy, fresh problems", GREEN),
+    ("sampled_accuracy", "sampled accuracy, fresh problems", PURPLE),
 )
 
 
@@ -53,13 +59,14 @@ def write_report(folder: Path) -> Path:
             f"{folder} has no finished step in metrics.jsonl; name a run directory, as runs/quickstart"
         )
     picture = folder / "report.png"
-    _atomic(picture, lambda staging: draw(rows, folder.name, staging))
-    page = _page(folder, rows, picture.read_bytes())
+    fresh = read_metrics(folder / "eval.jsonl")
+    _atomic(picture, lambda staging: draw(rows, fresh, folder.name, staging))
+    page = _page(folder, rows, fresh, picture.read_bytes())
     _atomic(folder / "report.html", lambda staging: staging.write_text(page, encoding="utf-8"))
     return folder / "report.html"
 
 
-def draw(rows: Rows, name: str, file: Path) -> None:
+def draw(rows: Rows, fresh: Rows, name: str, file: Path) -> None:
     """One wide panel of reward and accuracy, small ones for what explains it."""
     import matplotlib
 
@@ -73,6 +80,10 @@ def draw(rows: Rows, name: str, file: Path) -> None:
     headline = [curve for curve in HEADLINE if _series(rows, curve[0])[0]]
     top = figure.add_subplot(grid[0, :])
     _panel(top, rows, "reward and accuracy", headline or (("loss", "loss", BLUE),), "linear")
+    for key, label, colour in FRESH:
+        steps, values = _series(fresh, key)
+        if values:
+            top.plot(steps, values, "D--", color=colour, linewidth=1.0, markersize=5, label=label)
     if headline:
         top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
         _label_ends(top, rows, headline)
@@ -161,12 +172,20 @@ pre{margin:0;white-space:pre-wrap;word-break:break-word;font-size:12px}
 """
 
 
-def _page(folder: Path, rows: Rows, picture: bytes) -> str:
+_FRESH_TITLE = "<h2>Problems never trained on</h2>"
+
+
+def _page(folder: Path, rows: Rows, fresh: Rows, picture: bytes) -> str:
     """One file that needs nothing beside it."""
     image = base64.b64encode(picture).decode()
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{html.escape(folder.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(folder.name)}</h1><img alt='curves' src='data:image/png;base64,{image}'>",
+        *(
+            [_FRESH_TITLE, _table(list(fresh[0]), [[_shown(v) for v in row.values()] for row in fresh])]
+            if fresh
+            else []
+        ),
         *_sample_tables(folder),
         "<h2>First and last step</h2>",
         _table(

@@ -24,6 +24,7 @@ class Timeline:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._out = file.open("w+", encoding="utf-8")
         self._out.write("[\n]")
+        self._out.flush()
         self._origin = time.perf_counter()
 
     @contextmanager

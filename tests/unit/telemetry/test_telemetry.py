@@ -1,0 +1,206 @@
+"""What a step leaves behind: metrics with the documented keys, rollouts, a timeline that is always whole, a report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.telemetry.log import Silent, Telemetry, open_telemetry
+from megarl.telemetry.metrics import publish_metrics, read_metrics, rollout_metrics, update_metrics
+from megarl.telemetry.progress import brief
+from megarl.telemetry.report import write_report
+from megarl.telemetry.timeline import Timeline
+from megarl.types import Finish, Group, Prompt, PublishReport, Sample, StepReport, UpdateReport
+
+# ARCHITECTURE section 7, with what `record` brings
+DOCUMENTED = [
+    "step",
+    "reward/mean",
+    "reward/std",
+    "reward/frac_zero_std",
+    "loss",
+    "grad_norm",
+    "kl/ref",
+    "kl/rollout",
+    "logprob_diff/mean",
+    "logprob_diff/max",
+    "clip_frac",
+    "entropy",
+    "length/mean",
+    "length/truncated_frac",
+    "weights/version",
+    "weights/bytes",
+    "weights/verified",
+    "time/step",
+    "time/generate",
+    "time/reward",
+    "time/logprobs",
+    "time/update",
+    "time/publish",
+    "tokens_per_second",
+    "packing/efficiency",
+    "reward/accuracy/mean",
+    "samples/dropped",
+    "update/skipped",
+    "updates",
+    "world_size",
+    "layout",
+    "rollout/digest",
+]
+
+
+def sample(prompt_id: int, index: int, reward: float, length: int = 3, finish: Finish = "stop") -> Sample:
+    tokens = torch.arange(2 + length)
+    trainable = tokens >= 2
+    zeros = torch.zeros(2 + length)
+    return Sample(
+        prompt_id, index, tokens, trainable, zeros, (0, 0), finish, f"said {index}", reward, {"accuracy": reward}
+    )
+
+
+def groups() -> list[Group]:
+    prompts = [Prompt(i, (0, 1), f"ask <{i}>", "4") for i in range(2)]
+    mixed = Group(prompts[0], (sample(0, 0, 1.0), sample(0, 1, 0.0, 5, "length")), dropped={"reward/accuracy/nan": 1})
+    return [mixed, Group(prompts[1], (sample(1, 0, 1.0), sample(1, 1, 1.0)))]
+
+
+def update(loss: float, *, skipped: bool = False) -> UpdateReport:
+    return UpdateReport(loss, 2.0, 1e-3, skipped, {"clip_frac": 0.5, "entropy": 1.0, "kl/ref": 0.1})
+
+
+def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> None:
+    with telemetry.step(step):
+        for phase, parts in (("rollout", ("generate", "reward")), ("train", ("logprobs", "update")), ("sync", ())):
+            with telemetry.span(phase):
+                for part in parts:
+                    with telemetry.span(part):
+                        pass
+        telemetry.record({"logprob_diff/mean": 1e-8, "logprob_diff/max": 1e-7, "kl/rollout": float("nan")})
+        telemetry.record({"packing/efficiency": 0.9, "rollout/digest": "ab"})
+        telemetry.record(publish_metrics(PublishReport(step + 1, 3, 100, 7, True, 0.25)))
+        telemetry.log(step, groups(), StepReport((update(loss),)))
+
+
+def opened(folder: Path, start: int = 0) -> Telemetry | Silent:
+    facts = {"world_size": 2, "layout": "tp2"}
+    return open_telemetry(folder, rank=0, steps=4, start=start, interactive=False, facts=facts)
+
+
+def test_rollout_metrics_by_hand() -> None:
+    metrics = rollout_metrics(groups())
+    assert metrics["reward/mean"] == metrics["reward/accuracy/mean"] == 0.75
+    assert metrics["reward/std"] == pytest.approx((0.75 * 0.25) ** 0.5)
+    assert metrics["reward/frac_zero_std"] == 0.5
+    assert metrics["length/mean"] == 3.5
+    assert metrics["length/truncated_frac"] == 0.25
+    assert (metrics["samples/dropped"], metrics["samples/dropped/reward/accuracy/nan"]) == (1, 1)
+    assert rollout_metrics([]) == {}
+
+
+def test_update_metrics_by_hand() -> None:
+    metrics = update_metrics(StepReport((update(1.0), update(3.0, skipped=True))))
+    assert (metrics["loss"], metrics["update/skipped"], metrics["updates"], metrics["clip_frac"]) == (2.0, 1, 2, 0.5)
+    assert update_metrics(StepReport(())) == {"updates": 0, "update/skipped": 0}
+
+
+def test_a_line_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry = opened(tmp_path)
+    run_step(telemetry, 0)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed: readable while the run goes on
+    assert set(DOCUMENTED) <= set(line), set(DOCUMENTED) - set(line)
+    assert line["kl/rollout"] is None, "JSON has no NaN"
+    assert (line["time/publish"], line["weights/verified"], line["weights/bytes"]) == (0.25, True, 7)
+    said = capsys.readouterr().out
+    assert "1/4" in said
+    assert all(word in said for word in ("reward 0.750", "log-prob diff 1.0e-07", "tokens/s"))
+    rollouts = [json.loads(text) for text in (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in rollouts] == ["said 0", "said 1"] * 2
+    telemetry.close()
+
+
+def test_what_was_recorded_in_one_step_does_not_reach_the_next(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    run_step(telemetry, 0)
+    with telemetry.step(1):
+        telemetry.log(1, (), StepReport((update(1.0),)))
+    telemetry.close()
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert not {"rollout/digest", "time/generate", "reward/mean"} & set(last)
+
+
+def test_resume_drops_the_steps_done_again_and_a_torn_line(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    for step in range(3):
+        run_step(telemetry, step, loss=1.0)
+    telemetry.close()
+    with (tmp_path / "metrics.jsonl").open("a") as out:
+        out.write('{"step": 3, "lo')
+    telemetry = opened(tmp_path, start=2)
+    run_step(telemetry, 2, loss=9.0)
+    telemetry.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 1), (1, 1), (2, 9)]
+    telemetry = opened(tmp_path)
+    telemetry.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [], "a run from the start has no past"
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    silent = open_telemetry(tmp_path / "x", rank=1, steps=1, start=0, interactive=False, facts={})
+    run_step(silent, 0)
+    silent.close()
+    assert not (tmp_path / "x").exists()
+
+
+def test_timeline_is_whole_json_after_every_flush(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json", rank=3)
+    for count in range(3):
+        assert len(json.loads((tmp_path / "timeline.json").read_text())) == 2 * count
+        with timeline.span("outer"), timeline.span("inner"):
+            pass
+        timeline.flush()
+    inner, outer = json.loads((tmp_path / "timeline.json").read_text())[-2:]
+    assert (inner["name"], outer["name"], outer["tid"]) == ("inner", "outer", 3)
+    assert outer["ts"] <= inner["ts"]
+    assert outer["dur"] >= inner["dur"]
+    with pytest.raises(KeyError), timeline.span("fails"):
+        raise KeyError
+    assert "fails" in timeline.seconds, "time spent in what failed is shown too"
+
+
+def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    for step in range(4):
+        run_step(telemetry, step)
+    telemetry.close()
+    (tmp_path / "eval.jsonl").write_text(
+        '{"step": 0, "size": 8, "accuracy": 0.25}\n{"step": 4, "size": 8, "accuracy": 0.5}\n'
+    )
+    page = write_report(tmp_path).read_text()
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "ask &lt;0&gt;" in page, "sampled text is text, not markup"
+    assert "data:image/png;base64," in page
+    assert "Problems never trained on" in page
+    assert not list(tmp_path.glob(".report*"))
+
+
+def test_the_report_survives_odd_runs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no finished step"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "logprob_diff/max": 0.0, "grad_norm": null}\n')
+    write_report(tmp_path)
+
+
+def test_brief_prefers_reward_to_loss() -> None:
+    assert brief({"loss": 1.0, "accuracy/sampled": 0.5}) == "accuracy 0.500  loss 1.0000"
+    assert "loss" not in brief({"loss": 1.0, "reward/mean": 0.5})
+
+
+def test_a_report_is_drawn_without_torch() -> None:
+    import subprocess
+
+    code = "import megarl.telemetry.report, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
