@@ -65,7 +65,7 @@ def _split_groups(groups: list[int], updates: int) -> list[range]:
 def _pack(sized: list[tuple[int, int]], dp: int, max_tokens: int) -> list[list[int]]:
     """The fewest bins, a multiple of `dp`, that longest-first into the emptiest bin fills within the budget."""
     longest_first = sorted(sized, key=lambda item: (-item[0], item[1]))
-    total = sum(size for size, _ in sized)
+    total = sum(min(size, max_tokens) for size, _ in sized)
     num_bins = max(-(-total // (dp * max_tokens)), 1) * dp
     while True:
         heap, bins = [(0, index) for index in range(num_bins)], [[] for _ in range(num_bins)]

@@ -1,0 +1,20 @@
+"""Samples written as strings, for the tests of this folder."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.data.collate import collate
+from megarl.types import Group, Prompt, Sample, TrainBatch
+
+
+def sample(trainable: str, *, prompt_id: int = 0, index: int = 0, first: int = 10, **more) -> Sample:
+    """`trainable` as "..xx.x": one character a token; tokens count up from `first`, log-probs are -token."""
+    flags = torch.tensor([character == "x" for character in trainable])
+    tokens = torch.arange(first, first + len(trainable))
+    more = {"finish": "stop", "reward": 1.0} | more
+    return Sample(prompt_id, index, tokens, flags, torch.where(flags, -tokens.float(), 0.0), (0, 0), **more)
+
+
+def batch_of(*samples: Sample) -> TrainBatch:
+    return collate([Group(Prompt(s.prompt_id, (), ""), (s,)) for s in samples], temperature=0.7)

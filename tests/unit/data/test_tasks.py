@@ -1,0 +1,182 @@
+"""Tasks: where problems come from, what is held out, and what a wrong file or name says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import Task
+from megarl.data.prompts import PromptStream
+from megarl.data.tasks import check_task, load_task, random_tokens
+from megarl.data.tokenizer import TokenIds
+
+SUMS = Task(name="reasoning_gym:chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+
+
+def write(folder: Path, *lines: str) -> Task:
+    file = folder / "problems.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return Task(name=f"jsonl:{file}")
+
+
+def test_reasoning_gym_is_the_same_every_time_and_scores_itself():
+    first, again = load_task(SUMS).problem(3), load_task(SUMS).problem(3)
+    assert (first.question, first.answer) == (again.question, again.answer)
+    assert first.extra["score"](first.answer) == 1.0
+    assert first.extra["score"]("no") < 0.5
+
+
+def test_held_out_problems_are_never_trained_on_though_the_task_is_small():
+    # two one-digit numbers: a few hundred questions, so that both streams repeat themselves
+    train = {load_task(SUMS).problem(index).question for index in range(300)}
+    held_out = {load_task(SUMS, "eval").problem(index).question for index in range(100)}
+    assert len(train) > 50 and len(held_out) > 15
+    assert not train & held_out
+
+
+def test_another_seed_is_another_stream():
+    one, two = (load_task(SUMS.model_copy(update={"seed": seed})) for seed in (0, 1))
+    assert [one.problem(i).question for i in range(5)] != [two.problem(i).question for i in range(5)]
+
+
+def test_a_generator_that_is_a_list_wraps_round():
+    assert load_task(Task(name="reasoning_gym:word_ladder"), "eval").problem(0).question
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (Task(name="reasoning_gym:chain_sun"), "did you mean chain_sum"),
+        (Task(name="reasoning_gym:chain_sum", options={"terms": 2}), "unexpected keyword argument 'terms'"),
+        (Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}), "are refused"),
+        (Task(name="sums"), "write reasoning_gym:<name>, jsonl:FILE, or package.module:function"),
+        (Task(name="no_such_package:problems"), "cannot be imported (No module named 'no_such_package')"),
+        (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
+        (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
+        (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl is not there"),
+    ],
+)
+def test_wrong_names_and_options(task, says):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(says)):
+        check_task(task)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([""], "holds no problem"),
+        (['{"prompt": "a"}', "{oops"], "line 2 is not JSON"),
+        (['{"prompt": "a"}', "", "[1, 2]"], "line 3 is a list, not an object"),
+        (['{"text": "a"}'], "line 1 needs one of prompt, question, messages; it has text"),
+        (['{"prompt": "a", "question": "b"}'], "needs one of prompt, question, messages; it has prompt, question"),
+        (['{"prompt": 5}'], "prompt must be text; it is 5"),
+        (['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
+    ],
+)
+def test_bad_files_name_the_line(tmp_path, lines, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        check_task(write(tmp_path, *lines))
+    assert "problems.jsonl" in str(error.value)
+
+
+def test_jsonl_rows(tmp_path):
+    task = write(
+        tmp_path,
+        '{"question": "1 + 1", "answer": 2, "level": "easy"}',
+        "",
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+    )
+    source = load_task(task)
+    assert source.size == 2
+    assert source.problem(0).answer == "2" and source.problem(0).extra == {"level": "easy"}
+    assert source.problem(1).question == ({"role": "user", "content": "hi"},)
+
+
+def test_jsonl_holds_out_a_second_file(tmp_path):
+    task = write(tmp_path, '{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c"}')
+    with pytest.raises(ValueError, match=re.escape("give task.options.eval_file=FILE")):
+        check_task(task, held_out=True)
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text('{"prompt": "b"}\n')
+    task = task.model_copy(update={"options": {"eval_file": str(held_out)}})
+    assert [load_task(task).problem(i).question for i in range(2)] == ["a", "c"]
+    assert load_task(task, "eval").problem(0).question == "b"
+
+
+def test_a_function_of_the_users_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_sums.py").write_text(
+        "def sums(split, top):\n    return [{'prompt': f'{i} + 1 =', 'answer': i + 1} for i in range(top)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    source = load_task(Task(name="my_sums:sums", options={"top": 3}))
+    assert (source.size, source.problem(2).question, source.problem(2).answer) == (3, "2 + 1 =", "3")
+
+
+def test_checking_a_task_imports_no_torch_and_is_quick(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text("{oops\n")
+    code = (
+        "import sys, time; start = time.time()\n"
+        "from megarl.config.schema import Reward, Task\n"
+        "from megarl.data.tasks import check_task\n"
+        "from megarl.rewards.rules import check_rewards\n"
+        "check_rewards([Reward(name='accuracy'), Reward(name='megarl.rewards.rules:even_fraction')])\n"
+        f"try: check_task(Task(name='jsonl:{file}'))\n"
+        "except ValueError as error: print(error)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "assert time.time() - start < 2, time.time() - start\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "line 1 is not JSON" in done.stdout
+
+
+# --- the stream of prompts ----------------------------------------------------------------------------------------
+
+LISTED = Task(name="megarl.data.tasks:random_tokens", options={"vocab": 67, "size": 10}, template="plain")
+
+
+def stream(task: Task = LISTED, **more) -> PromptStream:
+    return PromptStream(load_task(task), TokenIds((2,), 67), **({"max_tokens": 8} | more))
+
+
+def test_a_stream_resumes_where_it_stood():
+    whole, part = stream(), stream()
+    part.take(7)
+    state = json.loads(json.dumps(part.state()))
+    resumed = stream()
+    resumed.restore(state)
+    assert whole.take(25)[7:] == resumed.take(18)
+
+
+def test_every_epoch_is_a_new_order_of_all_problems():
+    taken = stream().take(20)
+    assert [prompt.prompt_id for prompt in taken] == list(range(20))
+    first, second = ([prompt.tokens for prompt in part] for part in (taken[:10], taken[10:]))
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_size_limits_the_problems_not_the_stream():
+    assert len({prompt.tokens for prompt in stream(LISTED.model_copy(update={"size": 3})).take(12)}) == 3
+
+
+def test_long_prompts_are_skipped_and_counted_and_given_up_on():
+    short = stream(max_tokens=4)
+    taken = short.take(5)
+    assert all(len(prompt.tokens) <= 4 for prompt in taken)
+    assert short.skipped == taken[-1].prompt_id + 1 - 5 > 0
+    with pytest.raises(ValueError, match=re.escape("rollout.max_prompt_tokens=1")):
+        stream(max_tokens=1).take(1)
+
+
+def test_random_tokens_differ_between_splits_and_stay_in_the_vocabulary():
+    train, held_out = (random_tokens(split=split, vocab=67, size=50) for split in ("train", "eval"))
+    assert train != held_out
+    ids = [int(word) for row in train for word in row["prompt"].split()]
+    assert min(ids) >= 4 and max(ids) < 67
