@@ -22,9 +22,9 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = "runs"
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
 
 
 class Create(Section):
@@ -38,7 +38,7 @@ class Create(Section):
     head_dim: PositiveInt | None = None  # None: hidden / heads
     intermediate: PositiveInt | None = None  # None: 3 x hidden
     vocab: PositiveInt | None = None  # None: that of the tokenizer
-    experts: int = Field(0, ge=0)
+    experts: int = Field(default=0, ge=0)
     experts_per_token: PositiveInt = 2
     moe_intermediate: PositiveInt | None = None  # None: hidden
     tied: bool = True
@@ -54,7 +54,7 @@ class Model(Section):
 
 
 class Checks(Section):
-    max_logprob_diff: float | None = Field(None, gt=0)  # None: 1e-4 in fp32; 0.5 max and 0.02 mean in bf16
+    max_logprob_diff: float | None = Field(default=None, gt=0)  # None: 1e-4 in fp32; 0.5 max and 0.02 mean in bf16
     probe: Literal["first", "always"] = "first"
 
 
@@ -75,7 +75,7 @@ class Reward(Section):
 class KlTerm(Section):
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0)
 
 
 class Algorithm(Section):
@@ -90,9 +90,9 @@ class Algorithm(Section):
     kl: KlTerm = KlTerm()
     correction: str = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
-    dual_clip: float | None = Field(10.0, gt=1)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
+    dual_clip: float | None = Field(default=10.0, gt=1)
     entropy_coef: float = 0.0
     filter_zero_std: bool = False
     reward_clip: tuple[float, float] | None = None
@@ -119,41 +119,41 @@ class Rollout(Section):
     tensor: PositiveInt = 1
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_staleness: int = Field(0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_staleness: int = Field(default=0, ge=0)
     max_model_len: PositiveInt | None = None  # None: longest prompt allowed + max_tokens
     max_prompt_tokens: PositiveInt = 1024
-    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
-    cpu_kv_cache_gb: float = Field(1.0, gt=0)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    cpu_kv_cache_gb: float = Field(default=1.0, gt=0)
     enforce_eager: bool | None = None  # None: True on CPU
 
 
 class Train(Section):
-    steps: int = Field(100, ge=0)
+    steps: int = Field(default=100, ge=0)
     prompts_per_step: PositiveInt = 32
     updates_per_step: PositiveInt = 1
-    lr: float = Field(1.0e-6, ge=0)
-    min_lr: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=1.0e-6, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    clip_grad: float = Field(1.0, ge=0)  # 0: no clipping
+    clip_grad: float = Field(default=1.0, ge=0)  # 0: no clipping
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
     logprob_chunk: PositiveInt = 1024  # tokens whose fp32 logits exist at once
 
 
 class Sft(Section):
-    until_accuracy: float | None = Field(None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
+    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
 
 
 class Checkpoint(Section):
-    every: int = Field(50, ge=0)  # 0: only at the end
+    every: int = Field(default=50, ge=0)  # 0: only at the end
     keep: PositiveInt = 3
     resume: str = "auto"  # auto | never | a checkpoint's folder
     hf: bool = False  # also export a Hugging Face model at the end
@@ -166,14 +166,14 @@ class Launch(Section):
 
 
 class Moe(Section):
-    aux_loss: float = Field(0.0, ge=0)
+    aux_loss: float = Field(default=0.0, ge=0)
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
 
 
 class Eval(Section):
-    every: int = Field(0, ge=0)  # 0: never
+    every: int = Field(default=0, ge=0)  # 0: never
     size: PositiveInt = 256
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
 
 
 class Telemetry(Section):

@@ -83,7 +83,7 @@ def draw(rows: Rows, fresh: Rows, name: str, file: Path) -> None:
     for key, label, colour in FRESH:
         steps, values = _series(fresh, key)
         if values:
-            top.plot(steps, values, "D--", color=colour, linewidth=1.0, markersize=5, label=label)
+            top.plot(steps, values, "D:", color=colour, linewidth=0.9, markersize=5, label=label)
     if headline:
         top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
         _label_ends(top, rows, headline)

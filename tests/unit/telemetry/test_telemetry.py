@@ -17,40 +17,11 @@ from megarl.telemetry.timeline import Timeline
 from megarl.types import Finish, Group, Prompt, PublishReport, Sample, StepReport, UpdateReport
 
 # ARCHITECTURE section 7, with what `record` brings
-DOCUMENTED = [
-    "step",
-    "reward/mean",
-    "reward/std",
-    "reward/frac_zero_std",
-    "loss",
-    "grad_norm",
-    "kl/ref",
-    "kl/rollout",
-    "logprob_diff/mean",
-    "logprob_diff/max",
-    "clip_frac",
-    "entropy",
-    "length/mean",
-    "length/truncated_frac",
-    "weights/version",
-    "weights/bytes",
-    "weights/verified",
-    "time/step",
-    "time/generate",
-    "time/reward",
-    "time/logprobs",
-    "time/update",
-    "time/publish",
-    "tokens_per_second",
-    "packing/efficiency",
-    "reward/accuracy/mean",
-    "samples/dropped",
-    "update/skipped",
-    "updates",
-    "world_size",
-    "layout",
-    "rollout/digest",
-]
+DOCUMENTED = """
+step reward/mean reward/std reward/frac_zero_std loss grad_norm kl/ref kl/rollout logprob_diff/mean
+logprob_diff/max clip_frac entropy length/mean length/truncated_frac weights/version weights/bytes weights/verified
+time/step time/generate time/reward time/logprobs time/update time/publish tokens_per_second packing/efficiency
+reward/accuracy/mean samples/dropped update/skipped updates world_size layout rollout/digest""".split()  # noqa: SIM905
 
 
 def sample(prompt_id: int, index: int, reward: float, length: int = 3, finish: Finish = "stop") -> Sample:
