@@ -1,0 +1,153 @@
+"""Weighted sums of rewards, and functions that raise, hang or return nonsense: the sample is left out and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from megarl.config.schema import Reward
+from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.types import Prompt, Sample
+
+HERE = __name__
+
+
+def sample(prompt_id: int = 0, index: int = 0, text: str = "17") -> Sample:
+    tokens = torch.tensor([4, 5, 6, 8])
+    trainable = torch.tensor([False, True, True, True])
+    return Sample(prompt_id, index, tokens, trainable, torch.zeros(4), (0, 0), "stop", text, extra={"kept": 1})
+
+
+PROMPT = Prompt(0, (4,), "what is 8 + 9?", "17", {"level": 3})
+
+
+def scorer_of(function, *, timeout_s: float = 10.0, **reward) -> Scorer:
+    setattr(sys.modules[HERE], "_reward", function)  # noqa: B010 (where a dotted path reaches it)
+    return make_scorer([Reward(name=f"{HERE}:_reward", **reward)], timeout_s=timeout_s)
+
+
+def score_one(scorer: Scorer, text: str = "17") -> Sample:
+    return scorer.score([PROMPT], [sample(text=text)])[0]
+
+
+def test_weighted_sum_and_each_reward_by_name():
+    even = "megarl.rewards.rules:even_fraction"
+    scorer = make_scorer([Reward(name="accuracy"), Reward(name="format", weight=0.5), Reward(name=even, weight=-3.0)])
+    done = score_one(scorer, "<think>8 + 9</think> 17")
+    assert done.rewards == {"accuracy": 1.0, "format": 1.0, even: 2 / 3}
+    assert done.reward == pytest.approx(1.0 + 0.5 - 2.0)
+
+
+def test_a_function_takes_what_it_names():
+    def reward(response, tokens, level, bonus=0.0):
+        assert (response, tokens, level) == ("17", [5, 6, 8], 3)
+        return 1.0 + bonus
+
+    assert score_one(scorer_of(reward, options={"bonus": 2.0})).reward == 3.0
+
+
+def test_a_function_may_take_everything():
+    def reward(prompt, **everything):
+        assert set(everything) == {"response", "answer", "tokens", "finish", "level"}
+        return len(prompt)
+
+    assert score_one(scorer_of(reward)).reward == len(PROMPT.text)
+
+
+def raises(response):
+    raise KeyError("no such test")
+
+
+def leaves(response):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (raises, "error"),
+        (leaves, "error"),
+        (lambda response: "good", "error"),
+        (lambda response: None, "error"),
+        (lambda missing: 1.0, "error"),
+        (lambda response: float("nan"), "nan"),
+        (lambda response: float("inf"), "nan"),
+        (lambda response: torch.tensor(float("nan")), "nan"),
+    ],
+)
+def test_a_hostile_function_loses_its_sample_only(function, cause):
+    done = score_one(scorer_of(function))
+    assert done.reward is None
+    assert done.extra == {"kept": 1, "dropped": f"reward/{HERE}:_reward/{cause}"}
+
+
+def hangs(response):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+def parses_for_ever(response):
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+
+
+@pytest.mark.parametrize("function", [hangs, parses_for_ever])
+def test_a_function_that_hangs_is_stopped(function):
+    start = time.monotonic()
+    done = score_one(scorer_of(function, timeout_s=0.2))
+    assert time.monotonic() - start < 3
+    assert done.extra["dropped"].endswith("/timeout")
+
+
+def test_maths_that_would_take_for_ever_is_stopped():
+    start = time.monotonic()
+    done = make_scorer([Reward(name="accuracy")], timeout_s=1.0).score([PROMPT], [sample(text="$9^{9^{9^{9}}}$")])[0]
+    assert time.monotonic() - start < 5
+    assert done.reward in (0.0, None)
+
+
+def test_one_bad_sample_among_good_ones_and_the_alarm_is_off_after():
+    def reward(response):
+        return 1 / (int(response) - 1)
+
+    samples = [sample(index=i, text=str(i)) for i in range(3)]
+    done = scorer_of(reward, timeout_s=0.3).score([PROMPT], samples)
+    assert [s.reward for s in done] == [-1.0, None, 1.0]
+    assert [s.index for s in done] == [0, 1, 2]
+    time.sleep(0.5)  # an alarm left on would end the test
+
+
+def test_a_sum_that_overflows():
+    scorer = scorer_of(lambda response: 1e308, weight=1e10)
+    assert score_one(scorer).extra["dropped"] == "reward/total/nan"
+
+
+def test_each_cause_is_logged_once(caplog):
+    scorer = scorer_of(raises)
+    for _ in range(3):
+        score_one(scorer)
+    assert len(caplog.records) == 1
+    assert "KeyError: 'no such test'" in caplog.text
+
+
+def test_on_another_thread_it_scores_without_an_alarm():
+    scorer, done = scorer_of(lambda response: 1.0), []
+    thread = threading.Thread(target=lambda: done.append(score_one(scorer).reward))
+    thread.start()
+    thread.join()
+    assert done == [1.0]
+
+
+def test_prompts_are_matched_by_id():
+    scorer = scorer_of(lambda answer: float(answer))
+    prompts = [Prompt(5, (), "", "50"), Prompt(3, (), "", "30")]
+    done = scorer.score(prompts, [sample(3), sample(5), sample(3, 1)])
+    assert [s.reward for s in done] == [30.0, 50.0, 30.0]
+    assert all(math.isfinite(s.reward) for s in done)

@@ -1,0 +1,149 @@
+"""From prompts to groups, with a policy and rewards that are plain functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megarl.rollout.schedule import Request, Rollouts, digest, has_spread, request_seed
+from megarl.types import Prompt, Sample
+
+
+class Counting:
+    """roles.Prompts: prompt i has the tokens (i,)."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        taken = [Prompt(i, (i,), str(i)) for i in range(self.position, self.position + count)]
+        self.position += count
+        return taken
+
+    def state(self):
+        return {"position": self.position}
+
+    def restore(self, state):
+        self.position = state["position"]
+
+
+def generator(reward):
+    """`reward(prompt_id, index)` of each sample; the tokens depend on the seed alone."""
+
+    def generate(requests: Sequence[Request], *, version: int) -> list[Sample]:
+        samples = []
+        for request in requests:
+            value = reward(request.prompt.prompt_id, request.index)
+            tokens = torch.tensor([*request.prompt.tokens, request.seed % 67])
+            samples.append(
+                Sample(
+                    request.prompt.prompt_id,
+                    request.index,
+                    tokens,
+                    torch.tensor([False, True]),
+                    torch.zeros(2),
+                    (version, version),
+                    "stop",
+                    reward=value,
+                    extra={} if value is not None else {"dropped": "reward/f/error"},
+                )
+            )
+        return samples
+
+    return generate
+
+
+def rollouts(reward, **more) -> Rollouts:
+    return Rollouts(generator(reward), samples_per_prompt=3, temperature=0.5, run_seed=7, **more)
+
+
+def test_groups_hold_every_sample_in_order():
+    prompts = Counting()
+    groups = rollouts(lambda prompt, index: prompt + index / 10).collect(prompts, 4, version=2)
+    assert [group.prompt.prompt_id for group in groups] == [0, 1, 2, 3]
+    assert [[s.index for s in group.samples] for group in groups] == [[0, 1, 2]] * 4
+    assert groups[3].samples[2].reward == 3.2
+    assert prompts.position == 4
+
+
+def test_requests_carry_seed_and_temperature():
+    seen: list[Request] = []
+
+    def generate(requests, *, version):
+        seen.extend(requests)
+        return generator(lambda *_: 1.0)(requests, version=version)
+
+    Rollouts(generate, samples_per_prompt=2, temperature=0.5, run_seed=7).collect(Counting(), 2, version=3)
+    assert [(r.prompt.prompt_id, r.index, r.temperature) for r in seen] == [
+        (0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.5), (1, 1, 0.5),
+    ]  # fmt: skip
+    assert [r.seed for r in seen] == [request_seed(7, 3, prompt, index) for prompt in (0, 1) for index in (0, 1)]
+
+
+def test_samples_without_a_reward_are_left_out_and_counted_by_cause():
+    roll = rollouts(lambda prompt, index: None if (prompt, index) == (1, 0) else 1.0)
+    groups = roll.collect(Counting(), 2, version=0)
+    assert [s.index for s in groups[1].samples] == [1, 2]
+    assert groups[1].dropped == {"reward/f/error": 1} and not groups[0].dropped
+    assert roll.counts["samples/dropped"] == roll.counts["reward/f/error"] == 1
+
+
+def test_a_group_without_any_sample_is_left_out():
+    roll = rollouts(lambda prompt, index: None if prompt == 0 else 1.0)
+    assert [group.prompt.prompt_id for group in roll.collect(Counting(), 2, version=0)] == [1]
+    assert (roll.counts["groups/empty"], roll.counts["samples/dropped"]) == (1, 3)
+
+
+def test_filtered_groups_are_replaced_by_fresh_prompts():
+    roll = rollouts(lambda prompt, index: float(prompt % 2 and index), keep=has_spread)
+    prompts = Counting()
+    groups = roll.collect(prompts, 4, version=0)
+    assert [group.prompt.prompt_id for group in groups] == [1, 3, 5, 7]
+    assert roll.counts["groups/filtered"] >= 3
+    assert len(roll.generated) == prompts.position  # what was sampled, kept or not
+
+
+def test_refills_are_bounded():
+    roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2)
+    prompts = Counting()
+    assert len(roll.collect(prompts, 2, version=0)) == 1
+    assert prompts.position == 2 + 1 + 1
+
+
+@pytest.mark.parametrize("reward", [lambda *_: None, lambda *_: 1.0])
+def test_nothing_to_train_on_says_why(reward):
+    roll = rollouts(reward, keep=has_spread, max_refills=1)
+    with pytest.raises(ValueError, match="step 5: none of 4 groups can be trained on"):
+        roll.collect(Counting(), 2, version=5)
+
+
+def test_counts_are_of_the_last_step_only():
+    roll = rollouts(lambda prompt, index: None if prompt == 0 and index == 0 else 1.0)
+    prompts = Counting()
+    roll.collect(prompts, 2, version=0)
+    roll.collect(prompts, 2, version=1)
+    assert not roll.counts["samples/dropped"]
+
+
+def test_seeds_are_31_bits_all_different_and_the_same_in_every_process():
+    seeds = [request_seed(r, s, p, i) for r in range(3) for s in range(5) for p in range(20) for i in range(8)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
+    code = "from megarl.rollout.schedule import request_seed; print(request_seed(1, 2, 3, 4))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(other.stdout) == request_seed(1, 2, 3, 4)
+    assert request_seed(1, 23, 4, 5) != request_seed(12, 3, 4, 5)
+
+
+def test_digest_sees_every_token_and_its_place():
+    def digest_of(**change) -> str:
+        roll = rollouts(lambda prompt, index: float(index))
+        for name, value in change.items():
+            setattr(roll, name, value)
+        return digest(roll.collect(Counting(), 2, version=0))
+
+    assert digest_of() == digest_of()
+    assert len({digest_of(), digest_of(run_seed=8), digest_of(samples_per_prompt=2)}) == 3
