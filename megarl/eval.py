@@ -18,10 +18,10 @@ __all__ = ["Evaluation", "right"]
 
 
 def right(sample: Sample) -> float:
-    """The accuracy reward where there is one, else the whole reward; a sample that was not scored is wrong."""
+    """Whether the accuracy reward is whole (part credit is not right); without one, the reward; not scored is wrong."""
     if sample.reward is None:
         return 0.0
-    return float(sample.rewards.get("accuracy", sample.reward))
+    return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
 
 
 @dataclass(frozen=True)

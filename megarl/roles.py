@@ -26,6 +26,7 @@ __all__ = [
     "Actor",
     "Checkpoint",
     "Checks",
+    "Evaluation",
     "Phases",
     "Prompts",
     "Request",
@@ -103,6 +104,12 @@ class Checkpoint(Protocol):
     """Saves after `step` rollout batches, when it is time to."""
 
     def maybe_save(self, step: int, state: ObjectiveState) -> None: ...
+
+
+class Evaluation(Protocol):
+    """Measures the policy on held-out problems after `step` steps, when it is time to."""
+
+    def maybe_run(self, step: int) -> Mapping[str, Any] | None: ...
 
 
 class Telemetry(Protocol):

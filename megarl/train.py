@@ -12,7 +12,7 @@ from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout
-from megarl.roles import Actor, Checkpoint, Checks, Phases, Prompts, Rollouts, Telemetry, Weights
+from megarl.roles import Actor, Checkpoint, Checks, Evaluation, Phases, Prompts, Rollouts, Telemetry, Weights
 from megarl.types import ObjectiveState
 
 __all__ = ["RlRun", "train"]
@@ -28,6 +28,7 @@ class RlRun:
     rollouts: Rollouts
     actor: Actor
     weights: Weights
+    evaluation: Evaluation
     checks: Checks
     phases: Phases
     checkpoint: Checkpoint
@@ -40,6 +41,7 @@ def train(run: RlRun) -> None:
     config = run.config
     with run.phases.sync():
         run.weights.publish(version=run.start)  # a broken transport fails now, not after step 1
+    run.evaluation.maybe_run(run.start)
     for step in range(run.start, config.train.steps):
         with run.telemetry.step(step):
             with run.phases.rollout():
@@ -53,4 +55,5 @@ def train(run: RlRun) -> None:
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():
                 run.weights.publish(version=step + 1)
+            run.evaluation.maybe_run(step + 1)
             run.telemetry.log(step, groups, report)
