@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megarl.actor.build import Groups, build_model, init_parallel, padded_vocab, transformer_config
+from megarl.actor.build import build_model, init_parallel, padded_vocab, transformer_config
 from megarl.actor.forward import Microbatch, Reading, pack, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
@@ -27,9 +28,10 @@ from megarl.config.schema import Config
 from megarl.data.packing import plan_rows
 from megarl.layout import Layout
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
+from megarl.weights.mapping import Box
 from megarl.weights.models import megatron_boxes
 
-__all__ = ["Actor"]
+__all__ = ["DTYPES", "Actor"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -41,7 +43,7 @@ class Actor:
     config: Config
     shape: ModelShape
     layout: Layout
-    groups: Groups
+    tensor_group: ProcessGroup
     device: torch.device
     model: list[DistributedDataParallel]  # the chunks of this stage: one
     optimizer: MegatronOptimizer
@@ -53,22 +55,20 @@ class Actor:
         cls, config: Config, shape: ModelShape, layout: Layout, *, folder: str | Path, device: torch.device
     ) -> Actor:
         """The model of `folder` in this layout; torch.distributed must be initialised. Every rank must call."""
+        if config.moe.aux_loss:
+            raise ValueError(f"moe.aux_loss={config.moe.aux_loss} is not supported yet; set it to 0")
         use_te = device.type == "cuda"
-        groups = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
+        tensor_group = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
         settings = transformer_config(
             shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
         )
         model = build_model(shape, layout, settings, use_te=use_te)
-        boxes = megatron_boxes(
-            shape,
-            layout,
-            style="te" if use_te else "local",
-            padded_vocab=padded_vocab(shape.vocab, layout.tp.size),
-        )
-        load_hf(dict(model.named_parameters()), boxes, folder)  # before the optimizer copies its main weights
+        load_hf(dict(model.named_parameters()), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
         chunks = [wrap(model)]
         optimizer = build_optimizer(chunks, config.train)
-        actor = cls(config, shape, layout, groups, device, chunks, optimizer, LrSchedule(config.train), reference=None)
+        actor = cls(
+            config, shape, layout, tensor_group, device, chunks, optimizer, LrSchedule(config.train), reference=None
+        )
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
@@ -76,6 +76,12 @@ class Actor:
     def parameters_by_name(self) -> dict[str, Tensor]:
         """This rank's parameters in the training dtype, under GPTModel's own names."""
         return dict(self.model[0].module.named_parameters())
+
+    def boxes_of_ranks(self) -> list[list[Box]]:
+        """[rank] -> where that rank's parameters hold HF tensors; the same on every rank."""
+        sizes, use_te = self.config.parallel.sizes, self.device.type == "cuda"
+        layouts = [Layout.of(sizes, self.layout.world, rank) for rank in range(self.layout.world)]
+        return [_boxes(self.shape, layout, use_te=use_te) for layout in layouts]
 
     def logprobs(self, batch: TrainBatch) -> LogProbs:
         """Log-probs of `labels` under the current weights, and under the reference where there is one."""
@@ -109,12 +115,12 @@ class Actor:
     ) -> UpdateReport:
         train = self.config.train
         zero_grad(self.model, self.optimizer)
-        loss = UpdateLoss(batch, weights, self.config.algorithm)
+        loss = UpdateLoss(batch, weights, self.config.algorithm, self.device)
         microbatches = [self._pack(batch, chosen) for chosen in rows]
         run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
         lr = self.scheduler.lr
         outcome = take_step(self.optimizer, lr=lr, clip_grad=train.clip_grad)
-        sums = global_sums(loss.sums, counts=self._holds_outputs, device=self.device)
+        sums = global_sums(loss.sums, counts=self._holds_outputs)
         value = sums.pop("loss")
         metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
         return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
@@ -128,7 +134,7 @@ class Actor:
         return pack(batch, rows, multiple=self.layout.tp.size, device=self.device)
 
     def _reading(self, batch: TrainBatch, *, entropy: bool) -> Reading:
-        return Reading(self.groups, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)
+        return Reading(self.tensor_group, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)
 
     def _score(self, batch: TrainBatch, microbatches: list[Microbatch]) -> Tensor:
         """[T] fp32 on the CPU of every rank: each writes its rows into zeros, one all-reduce puts them together."""
@@ -142,3 +148,8 @@ class Actor:
         run(self.model, microbatches, self._reading(batch, entropy=False), keep, train=False)
         dist.all_reduce(found)
         return found.cpu()
+
+
+def _boxes(shape: ModelShape, layout: Layout, *, use_te: bool) -> list[Box]:
+    style = "te" if use_te else "local"
+    return megatron_boxes(shape, layout, style=style, padded_vocab=padded_vocab(shape.vocab, layout.tp.size))

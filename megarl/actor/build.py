@@ -1,7 +1,7 @@
 """ModelShape and parallel sizes -> Megatron's process groups, TransformerConfig and GPTModel.
 
-    init_parallel(sizes, layout) -> Groups        the only place that touches parallel_state
-    build_model(shape, layout, groups, ...)  -> GPTModel whose output is hidden states, not logits
+    init_parallel(sizes, layout)        -> the tensor group    the only place that touches parallel_state
+    build_model(shape, layout, config)  -> GPTModel            whose output is hidden states, not logits
 
 The output layer keeps its weight but hands hidden states through: actor/logprobs.py makes log-probs from
 them in chunks, so the logits of a micro-batch never exist at once.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -24,18 +24,18 @@ from megarl.actor.layers import block_spec
 from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel, stage_layers
 
-__all__ = ["Groups", "build_model", "destroy_parallel", "init_parallel", "output_weight", "padded_vocab"]
+__all__ = [
+    "build_model",
+    "destroy_parallel",
+    "expert_parameters",
+    "init_parallel",
+    "output_weight",
+    "padded_vocab",
+    "transformer_config",
+]
 
+Dispatcher = Literal["alltoall", "allgather"]
 _VOCAB_MULTIPLE = 8  # embedding rows of each tensor rank: GEMMs like it, and a small vocabulary grows little
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The process groups that code of ours reduces over; Megatron's modules find their own."""
-
-    tp: ProcessGroup
-    pp: ProcessGroup
-    dp: ProcessGroup
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -44,8 +44,8 @@ def padded_vocab(vocab: int, tensor: int) -> int:
     return math.ceil(vocab / multiple) * multiple
 
 
-def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
-    """Make Megatron's process groups for these sizes; a previous set is destroyed first.
+def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> ProcessGroup:
+    """Make Megatron's process groups for these sizes and return the tensor one; a previous set is destroyed first.
 
     torch.distributed must be initialised. Raises ValueError for axes that are not supported yet.
     """
@@ -65,11 +65,9 @@ def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
     _assert_agrees(layout)
     # Megatron's layers enter a named random state even where nothing is drawn.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return Groups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def destroy_parallel() -> None:
@@ -95,21 +93,27 @@ def _assert_agrees(layout: Layout) -> None:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: str, use_te: bool
+    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's settings for this model and layout. Gradients are sums: nothing in Megatron divides them."""
-    moe = {}
+    """Megatron's settings for this model and layout. Gradients are sums: nothing in Megatron divides them.
+
+    Raises ValueError for a dispatcher that cannot carry packed micro-batches.
+    """
+    if dispatcher != "alltoall":
+        raise ValueError(f"moe.dispatcher={dispatcher} needs micro-batches of one length; set it to alltoall")
+    moe: dict[str, Any] = {}
     if shape.is_moe:
-        moe = dict(
-            num_moe_experts=shape.experts,
-            moe_ffn_hidden_size=shape.moe_intermediate,
-            moe_router_topk=shape.experts_per_token,
-            moe_router_pre_softmax=not shape.norm_topk_prob,  # else: softmax over the chosen = renormalised softmax
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=use_te,
-        )
+        moe = {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.moe_intermediate,
+            "moe_router_topk": shape.experts_per_token,
+            # softmax over the chosen experts is the renormalised softmax over all
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": use_te,
+        }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -135,8 +139,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,  # packed micro-batches differ in length; refused with other dispatchers
-        moe_token_dispatcher_type=dispatcher if shape.is_moe else "alltoall",
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type=dispatcher,  # dense models too: Megatron checks it before it looks for experts
         calculate_per_token_loss=True,
         # Every parameter is loaded, so nothing is drawn; but to "initialise" is also what marks a parameter as split
         # over the tensor ranks, and without the mark the gradient norm leaves it out on all of them but the first.
@@ -159,10 +163,11 @@ def _leave(weight: Tensor) -> Tensor:
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> GPTModel:
     """This rank's pipeline stage, parameters not yet loaded. Its forward gives hidden states [1, T / tp, hidden]."""
-    num_layers = len(stage_layers(shape.layers, layout))
+    # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
+    spec: Any = block_spec(config, num_layers=len(stage_layers(shape.layers, layout)), use_te=use_te)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, num_layers=num_layers, use_te=use_te),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab(shape.vocab, layout.tp.size),
         max_sequence_length=shape.max_position,
         pre_process=layout.pp.first,
@@ -174,7 +179,7 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
     if shape.rope_scaling:
         model.rotary_pos_emb.inv_freq = _llama3_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     if layout.pp.last:
-        model.output_layer.forward = _hand_through
+        model.output_layer.forward = _hand_through  # pyright: ignore[reportAttributeAccessIssue]
     _mark_replicated_experts(model, layout)
     return model
 
@@ -185,11 +190,10 @@ def _hand_through(hidden: Tensor, weight: Tensor | None = None, **_unused: objec
 
 def output_weight(model: GPTModel) -> Tensor:
     """[padded_vocab / tp, hidden] of the last stage: the output layer's own, or the tied embedding."""
-    return (
-        model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else (model.output_layer.weight)
-    )
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    assert weight is not None
+    return weight
 
 
 def _llama3_frequencies(shape: ModelShape) -> Tensor:

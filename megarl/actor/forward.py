@@ -19,8 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megarl.actor.build import Groups, output_weight
+from megarl.actor.build import output_weight
 from megarl.actor.logprobs import TokenOutputs, VocabShard, token_outputs
 from megarl.types import TrainBatch
 
@@ -45,7 +46,7 @@ class Microbatch:
 class Reading:
     """How hidden states are read: the same for every micro-batch of a pass."""
 
-    groups: Groups
+    tensor_group: ProcessGroup
     vocab: int
     temperature: float
     chunk: int  # tokens whose fp32 logits exist at once
@@ -125,7 +126,9 @@ def run(
 
 
 def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
-    return chunk if isinstance(chunk, GPTModel) else _unwrapped(chunk.module)
+    model = getattr(chunk, "module", chunk)
+    assert isinstance(model, GPTModel)
+    return model
 
 
 def _read(microbatch: Microbatch, hidden: Tensor, model: GPTModel, reading: Reading) -> TokenOutputs:
@@ -138,7 +141,7 @@ def _read(microbatch: Microbatch, hidden: Tensor, model: GPTModel, reading: Read
         hidden_PH.index_select(0, microbatch.chosen),
         weight_VH,
         microbatch.labels,
-        VocabShard.of(reading.vocab, weight_VH.shape[0], reading.groups.tp),
+        VocabShard.of(reading.vocab, weight_VH.shape[0], reading.tensor_group),
         temperature=reading.temperature,
         chunk=reading.chunk,
         entropy=reading.entropy,

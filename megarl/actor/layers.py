@@ -7,6 +7,7 @@ G key/value heads, D head_dim.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,7 +83,7 @@ class PackedAttention(torch.nn.Module):
 def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Token indices [R, L] of the rows of each length class, and which of them are tokens (the rest: pads)."""
     classes: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in pairwise(cu_seqlens):
         if end > start:
             classes.setdefault((end - start - 1).bit_length(), []).append((start, end))
     groups = []
@@ -95,23 +97,27 @@ def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def block_spec(config: TransformerConfig, *, num_layers: int, use_te: bool) -> TransformerBlockSubmodules:
     """The spec of the `num_layers` layers of one pipeline stage."""
-    kind = dict(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-    )
+    kind: dict[str, Any] = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
+        norm: Any = TENorm
         layer = get_gpt_layer_with_transformer_engine_spec(**kind)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
-    layer = _with_own_parts(get_gpt_layer_local_spec(**kind, normalization="RMSNorm"), config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    else:
+        norm = RMSNorm
+        layer = _with_own_parts(get_gpt_layer_local_spec(**kind, normalization="RMSNorm"))
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    parts = layer.submodules
+def _with_own_parts(layer: ModuleSpec) -> ModuleSpec:
+    parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.actor.forward import Microbatch
+from megarl.actor.forward import Microbatch, pack
 from megarl.actor.logprobs import TokenOutputs
 from megarl.algorithms.objective import LossInputs, token_losses
 from megarl.config.schema import Algorithm
@@ -20,18 +20,25 @@ __all__ = ["UpdateLoss", "global_sums"]
 
 @dataclass
 class UpdateLoss:
-    """Called with the outputs of each micro-batch on the last stage: gives its loss and adds up the sums."""
+    """Called with the outputs of each micro-batch on the last stage: gives its loss and adds up the sums.
+
+    `sums` begins with those of no rows at all, so every rank, whatever its stage, knows all their names.
+    """
 
     batch: ScoredBatch
     weights: Tensor  # [T] fp64, of the whole batch
     algorithm: Algorithm
+    device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
 
-    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs) -> Tensor:
-        device = outputs.logprobs_T.device
+    def __post_init__(self) -> None:
+        nothing = pack(self.batch, (), multiple=1, device=self.device)
+        zeros = torch.zeros(0, device=self.device)
+        self(nothing, TokenOutputs(zeros, zeros))
 
+    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs) -> Tensor:
         def part(x_T: Tensor) -> Tensor:
-            return x_T[microbatch.index].to(device)
+            return x_T[microbatch.index].to(self.device)
 
         batch = self.batch
         inputs = LossInputs(
@@ -44,27 +51,18 @@ class UpdateLoss:
         )
         losses = token_losses(outputs.logprobs_T, outputs.entropy_T, inputs, self.algorithm)
         weights = part(self.weights)
-        self._add(losses.sums | {"loss": (losses.loss.detach().double() * weights).sum()})
-        # Positions outside the mask carry weight 0; their loss is exactly 0 too, so no NaN can come from there.
+        # fp64: a loss at step 0 is a sum of advantages that nearly cancel
+        value = (losses.loss.detach().double() * weights).sum()
+        for name, total in {**losses.sums, "loss": value}.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
         return (losses.loss * weights.to(losses.loss.dtype)).sum()
 
-    def _add(self, sums: Mapping[str, Tensor]) -> None:
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-
-def global_sums(sums: Mapping[str, Tensor], *, counts: bool, device: torch.device) -> dict[str, float]:
-    """The sums over all ranks for which `counts` (one per distinct set of rows), the same on every rank.
-
-    Every rank must call; the names are learnt from rank 0 of those that count, so stages without a loss may pass {}.
-    """
-    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(names, sorted(sums))
-    every = max(names, key=len)
-    values = torch.zeros(len(every), dtype=torch.float64, device=device)
-    if counts:
-        for at, name in enumerate(every):
-            if name in sums:
-                values[at] = sums[name]
+def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
+    """The sums over all ranks for which `counts` (one for each distinct set of rows), the same on every rank."""
+    names = sorted(sums)
+    values = torch.stack([sums[name] for name in names])
+    if not counts:
+        values.zero_()
     dist.all_reduce(values)
-    return dict(zip(every, values.tolist(), strict=True))
+    return dict(zip(names, values.tolist(), strict=True))
