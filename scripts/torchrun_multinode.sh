@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The same program on N nodes: run this on every node, with the same arguments and a NODE_RANK of its own.
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 scripts/torchrun_multinode.sh configs/my.yaml train.steps=100
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 scripts/torchrun_multinode.sh configs/my.yaml train.steps=100
+#
+# The nodes see the same run.dir and model.path (a shared file system). The world is NNODES x NPROC ranks; data
+# parallelism follows from it and from the sizes in the config. torchrun itself exits 1 whatever went wrong: the
+# true exit code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+: "${NNODES:?set NNODES to the number of nodes}"
+: "${NODE_RANK:?set NODE_RANK to the number of this node, 0 to NNODES - 1}"
+: "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
+[ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. $0 CONFIG [key=value ...]" >&2; exit 2; }
+NPROC="${NPROC:-$(nvidia-smi -L 2>/dev/null | wc -l)}" # ranks a node: one for each GPU
+
+python=python # in the container of docker/Dockerfile; else the repository's own environment
+[ -x .venv/bin/python ] && python=.venv/bin/python
+
+exec "$python" -m torch.distributed.run \
+  --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$((NPROC > 0 ? NPROC : 1))" \
+  --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
+  -m megarl.cli train "$@"
