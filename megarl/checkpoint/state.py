@@ -51,7 +51,7 @@ class Checkpoints:
         prompts: Prompts,
         state: ObjectiveState,
         *,
-        every: int,  # 0: only at the end
+        every: int,  # steps; and at the end. 0: never
         keep: int,
         last_step: int,
     ) -> None:
@@ -67,7 +67,7 @@ class Checkpoints:
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
         """Called once a step, between update and publish."""
         self._now = _Boundary(step, state, self._prompts.state())
-        if last or step == self._last_step or (self._every and step % self._every == 0):
+        if self._every and (last or step == self._last_step or step % self._every == 0):
             self.save()
 
     def save(self) -> Path | None:

@@ -153,7 +153,7 @@ class Sft(Section):
 
 
 class Checkpoint(Section):
-    every: int = Field(default=50, ge=0)  # 0: only at the end
+    every: int = Field(default=50, ge=0)  # steps; and at the end. 0: never
     keep: PositiveInt = 3
     resume: str = "auto"  # auto | never | a checkpoint's folder
     hf: bool = False  # also export a Hugging Face model at the end
