@@ -1,0 +1,281 @@
+"""One rank of a weight-sync launch: engines, trainers' shards in many layouts, faults. Run by test_sync.py.
+
+    python sync_ranks.py FOLDER ENGINE_TENSOR MODEL...      (under RANK, WORLD_SIZE, ...)
+
+The "trainer" is a plain holder of Megatron-named parameters, filled through the boxes; the oracle is the
+transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from megarl.config.model import ModelShape, read_model
+from megarl.layout import Layout, Parallel
+from megarl.platform.env import Env
+from megarl.rollout.engine import Engine, EngineSpec
+from megarl.types import CheckFailed, Prompt, Sample
+from megarl.weights.mapping import Box
+from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.publish import Probe, Publisher
+from megarl.weights.transports.collective import Collective
+
+CONFIGS = {
+    "qwen3": (transformers.Qwen3Config, dict(vocab_size=67, tie_word_embeddings=True, num_key_value_heads=2)),
+    "qwen3_untied_kv1": (
+        transformers.Qwen3Config,
+        dict(vocab_size=70, tie_word_embeddings=False, num_key_value_heads=1),
+    ),
+    "qwen2": (transformers.Qwen2Config, dict(vocab_size=70, tie_word_embeddings=False, num_key_value_heads=2)),
+    "llama": (transformers.LlamaConfig, dict(vocab_size=67, tie_word_embeddings=False, num_key_value_heads=4)),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        dict(
+            vocab_size=67,
+            tie_word_embeddings=False,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        ),
+    ),
+}
+SIZES = dict(
+    hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+    max_position_embeddings=512, bos_token_id=0, eos_token_id=1, initializer_range=0.1,
+)  # fmt: skip
+TP2, PP2, TP2_PP2, EP2 = (
+    Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, pipeline=2), Parallel(expert=2)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Prompt
+    index: int
+    seed: int
+    temperature: float
+
+
+def layouts(name: str, world: int) -> list[Parallel]:
+    found = [Parallel()]
+    if world > 1:
+        found += [PP2] if name.endswith("kv1") else [TP2, PP2]
+    if world > 2 and not name.endswith("kv1"):
+        found += [TP2_PP2]
+    if "moe" in name and world > 1:
+        found += [EP2] + ([Parallel(tensor=2, expert=2), Parallel(pipeline=2, expert=2)] if world > 2 else [])
+    return found
+
+
+class Reference:
+    """The model's weights under HF names, and what transformers makes of them."""
+
+    def __init__(self, folder: Path, name: str, shape: ModelShape) -> None:
+        kind, config = CONFIGS[name]
+        torch.manual_seed(0)
+        self.model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | config)).float().eval()
+        self.shapes = hf_shapes(shape)
+        self.weights: dict[str, Tensor] = {}
+        self.change(0)
+
+    def change(self, seed: int) -> None:
+        """New weights, the same on all ranks; norms off one so that every tensor matters."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, size in self.shapes.items():
+            noise = torch.randn(size, generator=generator)
+            self.weights[name] = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
+        state = self.model.state_dict()
+        for name, tensor in state.items():
+            tensor.copy_(self._of(name))
+
+    def _of(self, name: str) -> Tensor:
+        if name in self.weights:
+            return self.weights[name]
+        if name == "lm_head.weight":
+            return self.weights["model.embed_tokens.weight"]
+        head, _, leaf = name.rpartition(".")  # transformers keeps a layer's experts in one tensor
+        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+        count = len({n.split(".experts.")[1].split(".")[0] for n in self.weights if n.startswith(f"{head}.")})
+        return torch.stack(
+            [torch.cat([self.weights[f"{head}.{e}.{part}.weight"] for part in parts]) for e in range(count)]
+        )
+
+    @torch.no_grad()
+    def logprobs(self, tokens_NL: Tensor, temperature: float = 1.0) -> Tensor:
+        scores = torch.log_softmax(self.model(tokens_NL).logits / temperature, -1)
+        return scores[:, :-1].gather(2, tokens_NL[:, 1:, None])[..., 0]
+
+    def error(self, samples: Sequence[Sample], temperature: float) -> float:
+        worst = 0.0
+        for sample in samples:
+            mine = self.logprobs(sample.tokens[None], temperature)[0]
+            worst = max(worst, float((mine - sample.rollout_logprobs[1:])[sample.trainable[1:]].abs().max()))
+        return worst
+
+
+def holder(boxes: Sequence[Box], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's parameters under Megatron's names; what no box covers is NaN, so that sending it would show."""
+    sizes: dict[str, int] = {}
+    for box in boxes:
+        last = sum((n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True))
+        sizes[box.param] = max(sizes.get(box.param, 0), box.offset + last + 1)
+    found = {name: torch.full((size + 3,), torch.nan)[:size] for name, size in sizes.items()}
+    for box in boxes:
+        part = weights[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+        found[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
+    return found
+
+
+class FlipsOneByte(Collective):
+    """A link that changes one bit of one byte of what the last rank receives."""
+
+    def start(self, outgoing, incoming):
+        wait = super().start(outgoing, incoming)
+
+        def flip() -> None:
+            wait()
+            if self.rank == self.world - 1 and incoming:
+                next(iter(incoming.values())).view(torch.uint8)[-3] ^= 4
+
+        return flip
+
+
+class Launch:
+    def __init__(self, folder: Path, name: str, tensor: int) -> None:
+        self.rank, self.world, self.tensor = dist.get_rank(), dist.get_world_size(), tensor
+        self.name = name
+        home = folder / name
+        if self.rank == 0:
+            kind, config = CONFIGS[name]
+            model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | config))
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(home)
+        dist.barrier()
+        self.shape = read_model(home)
+        self.reference = Reference(home, name, self.shape)
+        spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+        env = Env(self.rank, self.world, self.rank, self.world, job_id=f"sync{tensor}")
+        self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
+        self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
+
+    def connect(self, parallel: Parallel, transport: Collective | None = None, drop: str | None = None) -> Publisher:
+        padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
+        sources = []
+        for rank in range(self.world):
+            layout = Layout.of(parallel, self.world, rank)
+            boxes = megatron_boxes(self.shape, layout, style="local", padded_vocab=padded)
+            sources.append([box for box in boxes if box.name != drop])
+        self.boxes = sources[self.rank]
+        self.held = holder(self.boxes, self.reference.weights)
+        bound = 1e-4
+        return Publisher.connect(
+            sources=sources,
+            expected=self.reference.shapes,
+            parameters=lambda: self.held,
+            receiver=self.engine.receiver,
+            replica_ranks=self.tensor,
+            transport=transport or Collective(),
+            dtype=torch.float32,
+            bucket_bytes=64 << 10,
+            probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, bound, bound, always=True),
+        )
+
+    def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
+        prompts = [Prompt(i, (5, 6, 7, i), "") for i in range(4)] + [Prompt(9, tuple(range(2, 60)) * 3, "")]
+        requests = [Request(prompt, 0, 100 + prompt.prompt_id, temperature) for prompt in prompts]
+        return self.engine.sample(requests, version=version)
+
+    def change(self, seed: int) -> None:
+        self.reference.change(seed)
+        self.held = holder(self.boxes, self.reference.weights)
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except CheckFailed as error:
+        return str(error)
+    return ""
+
+
+def syncs(launch: Launch) -> dict:
+    """Every source layout, changed weights each time; then the same weights again."""
+    seen: dict = {"errors": {}, "tokens": {}, "bytes": {}}
+    seen["before"] = refused(lambda: launch.sample(0))
+    version, publisher = 0, None
+    for parallel in layouts(launch.name, launch.world):
+        launch.reference.change(version + 1)
+        publisher = launch.connect(parallel)
+        report = publisher.publish(version=version)
+        assert report.verified and report.version == version and report.num_tensors == len(launch.reference.shapes)
+        where = str(Layout.of(parallel, launch.world, 0))
+        samples = launch.sample(version)
+        seen["errors"][where] = launch.reference.error(samples, 0.7)
+        seen["errors"][f"{where} greedy"] = launch.reference.error(launch.sample(version, 0.0), 1.0)
+        seen["bytes"][where] = [report.bytes_kept, report.bytes_received]
+        seen["tokens"][where] = [sample.tokens.tolist() for sample in samples]
+        version += 1
+    assert publisher is not None
+    first = [sample.rollout_logprobs for sample in launch.sample(version - 1)]
+    publisher.publish(version=version)
+    again = [sample.rollout_logprobs for sample in launch.sample(version)]
+    seen["unchanged"] = max(float((a - b).abs().max()) for a, b in zip(first, again, strict=True))
+    seen["old version"] = refused(lambda: launch.sample(version - 1))
+    launch.change(99)  # two in a row through one publisher, the second with other weights
+    seen["stale"] = launch.reference.error(launch.sample(version), 0.7)
+    publisher.publish(version=version + 1)
+    seen["errors"]["again"] = launch.reference.error(launch.sample(version + 1), 0.7)
+    return seen
+
+
+def faults(launch: Launch) -> dict:
+    """A flipped byte, a missing tensor, a missing parameter, a trainer that scores otherwise; then all is well again."""
+    seen: dict = {}
+    good = launch.connect(TP2 if launch.world > 1 else Parallel())
+    if launch.world > 1:
+        parallel = PP2 if launch.tensor < launch.world else Parallel()
+        flipped = launch.connect(parallel, FlipsOneByte())
+        if flipped.plan.bytes_received:
+            seen["flipped"] = refused(lambda: flipped.publish(version=50))
+            seen["after flip"] = refused(lambda: launch.sample(50))
+    seen["missing tensor"] = refused(lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight"))
+    good = launch.connect(TP2 if launch.world > 1 else Parallel())
+    if launch.rank == 0:
+        del launch.held["decoder.layers.1.self_attention.linear_proj.weight"]
+    seen["missing parameter"] = refused(lambda: good.publish(version=51))
+    seen["after missing"] = refused(lambda: launch.sample(51))
+    launch.held = holder(launch.boxes, launch.reference.weights)
+    launch.reference.change(98)  # the trainer now scores with weights it does not send
+    seen["probe"] = refused(lambda: good.publish(version=52))
+    seen["after probe"] = refused(lambda: launch.sample(52))
+    launch.held = holder(launch.boxes, launch.reference.weights)
+    good.publish(version=53)
+    seen["recovered"] = launch.reference.error(launch.sample(53), 0.7)
+    return seen
+
+
+def main(folder: Path, tensor: int, names: Sequence[str]) -> None:
+    dist.init_process_group("gloo")
+    seen: dict = {}
+    for name in names:
+        launch = Launch(folder, name, tensor)
+        seen[name] = syncs(launch)
+        if name == names[0]:
+            seen["faults"] = faults(launch)
+        launch.engine.close()
+    (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
