@@ -115,9 +115,20 @@ class Engine:
         dist.barrier()
         # mapped by all ranks now: without its name a segment goes when the last of them does, however they die
         unlink_shm(prefix)
+        # vLLM would destroy the default process group when collected or at exit: it is the trainer's too
+        engine_core: Any = llm.llm_engine.engine_core
+        engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
         recording = record(model, shapes, spec.dtype)
         return cls(llm, spec, LayerReceiver(model, recording, spec.dtype, llm.reset_prefix_cache), eager)
+
+    def close(self) -> None:
+        """Give back memory and groups; another engine, of another shape, may then start in this process."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self.receiver.abort()
+        self._llm.llm_engine.model_executor.shutdown()
+        destroy_model_parallel()
 
     @property
     def version(self) -> int | None:
