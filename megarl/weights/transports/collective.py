@@ -23,11 +23,11 @@ class Collective:
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
         operations = [self._operation(dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
         operations += [self._operation(dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> None:
-            for work in works:
-                work.wait()
+            while works:  # once each: a second wait on a gloo transfer never returns
+                works.pop().wait()
 
         return wait
 
