@@ -191,7 +191,7 @@ def _itself(obj: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 _FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like",
-    "rand", "randint", "randn", "tensor", "zeros", "zeros_like",
+    "rand", "randn", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 
 PATCHES: tuple[Patch, ...] = (
@@ -219,7 +219,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_stream", _Stream, "waits for side streams", _ALL),
     Patch("torch.cuda.default_stream", _Stream, "as above", _ALL),
     Patch("torch.cuda.synchronize", _nothing, "waits for the GPU", _ALL),
-    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph records", _ALL),
+    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph records", "0.19.2"),
     Patch("torch.cuda.empty_cache", _nothing, "gives cached blocks back", _ALL),
     Patch("torch.cuda.memory_allocated", _zero, "counts GPU memory", _ALL),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),

@@ -14,24 +14,29 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megarl.types import TrainBatch
+from megarl.config.schema import Config
+from megarl.types import ScoredBatch, TrainBatch
 
 VOCAB = 67  # divisible by no tensor size
-_SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=256,
-    initializer_range=0.2,  # large enough that log-probs differ by whole units
-)
-_LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)  # fmt: skip
-_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8)
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large enough that log-probs differ by whole units
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # so that rows of this length feel each of its three regimes
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3),
@@ -103,3 +108,25 @@ def oracle_logprobs(model: torch.nn.Module, batch: TrainBatch) -> torch.Tensor:
     """[T], 0 where the mask is False."""
     of_labels = oracle_log_softmax(model, batch).gather(1, batch.labels[:, None])[:, 0]
     return torch.where(batch.mask, of_labels, 0.0)
+
+
+def oracle_steps(model: torch.nn.Module, scored: ScoredBatch, config: Config, *, num_steps: int) -> list[list[float]]:
+    """[loss, gradient norm] of each step: the objective written out plainly, autograd, clipping, torch's AdamW."""
+    train = config.train
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+    steps = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        ratio = (oracle_logprobs(model, scored) - scored.old_logprobs).exp()
+        clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
+        loss_T = torch.maximum(-scored.advantages * ratio, -scored.advantages * clipped)
+        loss_T = torch.where(scored.advantages < 0, loss_T.clamp(max=-scored.advantages * 10.0), loss_T)
+        loss = loss_T[scored.mask].double().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad)
+        optimizer.step()
+        steps.append([float(loss), float(norm)])
+    return steps

@@ -1,0 +1,287 @@
+"""One job of four gloo ranks that builds many actors one after another; rank 0 writes what they found as JSON.
+
+python actor_ranks.py RESULTS.json      (starting is what costs, so all of test_actor.py shares one launch)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from actor_cases import oracle_log_softmax, oracle_logprobs, oracle_steps, random_batch, save_model
+from transformers import AutoModelForCausalLM
+
+from megarl.actor.actor import Actor
+from megarl.algorithms.objective import add_advantages, initial_state
+from megarl.config.model import read_model
+from megarl.config.schema import Config
+from megarl.data.packing import plan_microbatches
+from megarl.layout import Layout
+from megarl.platform import host
+from megarl.types import ScoredBatch, StepReport, TrainBatch
+
+WORLD = 4
+DENSE = [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+SPARSE = [
+    {},
+    {"expert": 2},
+    {"expert": 4},
+    {"tensor": 2},
+    {"tensor": 2, "expert_tensor": 2},
+    {"tensor": 2, "expert": 2},
+    {"pipeline": 2, "expert": 2},
+]
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    *(("qwen3", parallel) for parallel in DENSE),
+    *(("qwen3_moe", parallel) for parallel in SPARSE),
+    ("llama", {}),
+    ("llama", {"tensor": 2, "pipeline": 2}),
+    ("qwen2", {"tensor": 2}),
+    ("qwen2", {"tensor": 2, "pipeline": 2}),
+    ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
+    ("qwen3_moe_unnormalised", {"tensor": 2, "pipeline": 2}),
+]
+TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
+
+
+def config_of(parallel: dict[str, int], algorithm: dict[str, Any] | None = None, **train: Any) -> Config:
+    return Config.model_validate({"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}})
+
+
+class Bench:
+    """Builds actors of the saved models, and keeps what rank 0 will report."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[str, Any] = {}
+
+    def actor(self, model: str, config: Config) -> Actor:
+        path = self.folder / model
+        if dist.get_rank() == 0 and not path.exists():
+            save_model(model, self.folder)
+        dist.barrier()
+        layout = Layout.of(config.parallel.sizes, WORLD, dist.get_rank())
+        return Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+
+    def oracle(self, model: str) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float32)
+
+
+def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:
+    logprobs = actor.logprobs(batch)
+    algorithm = actor.config.algorithm
+    return add_advantages(batch, logprobs, algorithm, initial_state(algorithm))[0]
+
+
+def train_once(actor: Actor, scored: ScoredBatch) -> StepReport:
+    return actor.update(scored, plan_microbatches(scored, actor.layout, actor.config.train))
+
+
+def fingerprints(actor: Actor) -> dict[str, str]:
+    """Box of an HF tensor -> hash of its bytes in this rank's parameters."""
+    parameters = actor.parameters_by_name()
+    result = {}
+    for box in actor.boxes_of_ranks()[actor.layout.rank]:
+        parameter = parameters[box.param].detach()
+        part = parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
+        result[f"{box.name}{box.start}{box.shape}"] = sha256(part.float().numpy().tobytes()).hexdigest()
+    return result
+
+
+def replicas_differ(actor: Actor) -> list[str]:
+    everywhere: list[dict[str, str]] = [{}] * WORLD
+    dist.all_gather_object(everywhere, fingerprints(actor))
+    seen: dict[str, set[str]] = {}
+    for rank in everywhere:
+        for name, value in rank.items():
+            seen.setdefault(name, set()).add(value)
+    return sorted(name for name, values in seen.items() if len(values) > 1)
+
+
+def check_layouts(bench: Bench) -> list[dict[str, Any]]:
+    """Every layout against transformers and torch's AdamW: log-probs, entropy, losses and gradient norms."""
+    found, batch = [], random_batch(num_rows=8)
+    for model, parallel in LAYOUTS:
+        actor = bench.actor(model, config_of(parallel))
+        with torch.no_grad():
+            log_softmax = oracle_log_softmax(bench.oracle(model), batch)
+        of_labels = log_softmax.gather(1, batch.labels[:, None])[:, 0].where(batch.mask, 0)
+        scored = score(actor, batch)
+        before = replicas_differ(actor)
+        steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)[batch.mask].mean()
+        found.append(
+            {
+                "model": model,
+                "parallel": parallel,
+                "logprob_error": float((scored.old_logprobs - of_labels).abs().max()),
+                "entropy": [steps[0].metrics["entropy"], float(entropy)],
+                "steps": [(step.loss, step.grad_norm) for step in steps],
+                "oracle": oracle_steps(bench.oracle(model), scored, actor.config, num_steps=2),
+                "replicas_differ": before + replicas_differ(actor),
+            }
+        )
+    return found
+
+
+def check_microbatches(bench: Bench) -> dict[str, Any]:
+    """One large micro-batch, many small ones, and fewer rows than data ranks: the same update."""
+    found = {}
+    for name, num_rows, max_tokens, parallel in (
+        ("large", 8, 1000, {"tensor": 2}),
+        ("small", 8, 20, {"tensor": 2}),
+        ("few_rows", 3, 1000, {}),
+        ("few_rows_pipeline", 3, 20, {"pipeline": 2}),
+    ):
+        actor = bench.actor("qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3))
+        scored = score(actor, random_batch(num_rows=num_rows, seed=3))
+        steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+        found[name] = [(step.loss, step.grad_norm) for step in steps]
+    return found
+
+
+def check_bf16(bench: Bench) -> dict[str, Any]:
+    """At lr 0 the weights keep their bits: the optimizer's main weights began as what was loaded."""
+    batch = random_batch(num_rows=8)
+    actor = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=0.0))
+    before = fingerprints(actor)
+    scored = score(actor, batch)
+    train_once(actor, scored)
+    kept = before == fingerprints(actor)
+    with torch.no_grad():
+        of_labels = oracle_logprobs(bench.oracle("qwen3"), batch)
+    moving = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=1e-3))
+    norm = train_once(moving, scored).updates[0].grad_norm
+    return {
+        "kept": kept,
+        "moved": before != fingerprints(moving),
+        "grad_norm": norm,
+        "logprob_error": float((scored.old_logprobs - of_labels).abs().mean()),
+        "replicas_differ": replicas_differ(moving),
+    }
+
+
+def check_reference(bench: Bench) -> dict[str, Any]:
+    """After updates the reference still says what the first weights said, and the weights keep their bits."""
+    kl = {"kl": {"estimator": "k3", "where": "loss", "coef": 0.1}}
+    actor, batch = bench.actor("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)), random_batch(num_rows=8)
+    scored = score(actor, batch)
+    first = train_once(actor, scored).updates[0]
+    later = actor.logprobs(batch)
+    assert later.ref is not None and scored.ref_logprobs is not None
+    second = train_once(actor, scored).updates[0]
+    return {
+        "reference_moved": float((later.ref - scored.old_logprobs).abs().max()),
+        "policy_moved": float((later.old - scored.old_logprobs).abs().max()),
+        "weights_kept_by_logprobs": _same_after(actor, batch),
+        "kl": [first.metrics["kl/ref"], second.metrics["kl/ref"]],
+    }
+
+
+def _same_after(actor: Actor, batch: TrainBatch) -> bool:
+    before = fingerprints(actor)
+    actor.logprobs(batch)
+    return before == fingerprints(actor)
+
+
+def check_skip(bench: Bench) -> dict[str, Any]:
+    """A gradient that is infinite on one data rank skips the step everywhere; the next step is as if nothing was."""
+    actor = bench.actor("qwen3_moe", config_of({"expert": 2}))
+    scored = score(actor, random_batch(num_rows=8))
+    poisoned = scored.advantages.clone()
+    poisoned[scored.mask.nonzero()[0]] = math.inf
+    before = fingerprints(actor)
+    bad = train_once(actor, replace(scored, advantages=poisoned)).updates[0]
+    kept = before == fingerprints(actor)
+    good = train_once(actor, scored).updates[0]
+    return {"skipped": bad.skipped, "kept": kept, "after": (good.skipped, good.loss, good.grad_norm)}
+
+
+def check_updates(bench: Bench) -> dict[str, Any]:
+    """Two updates a step clip on the second; the schedule counts steps; SFT goes the same way."""
+    actor = bench.actor("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=2, lr=3e-2))
+    scored = score(actor, random_batch(num_rows=8))
+    report = [train_once(actor, scored) for _ in range(2)][-1]
+    sft = {"loss": "sft", "advantage": "none", "correction": "none"}
+    taught = bench.actor("qwen3", config_of({"pipeline": 2}, sft))
+    batch = random_batch(num_rows=8)
+    unit = ScoredBatch(
+        **{name: getattr(batch, name) for name in batch.__dataclass_fields__},
+        advantages=torch.zeros_like(batch.rollout_logprobs),
+        old_logprobs=torch.zeros_like(batch.rollout_logprobs),
+        ref_logprobs=None,
+    )
+    before = taught.logprobs(batch).old
+    return {
+        "lrs": [update.lr for update in report.updates],
+        "next_lr": actor.scheduler.lr,
+        "clip_frac": [update.metrics["clip_frac"] for update in report.updates],
+        "sft": [train_once(taught, unit).updates[0].loss for _ in range(4)],
+        "sft_expected": float(-before[batch.mask].mean()),
+    }
+
+
+def check_collectives(_bench: Bench) -> dict[str, Any]:
+    """What Megatron's modules call, and that gloo alone still refuses it."""
+    from megatron.core.tensor_parallel.mappings import torch as theirs
+
+    rank, sizes = dist.get_rank(), [1, 2, 3, 4]
+    mine = torch.full((sizes[rank], 2), float(rank))
+    gathered = [torch.empty(size, 2) for size in sizes]
+    theirs.distributed.all_gather(gathered, mine)
+    own = torch.empty(sizes[rank], 2)
+    theirs.distributed.reduce_scatter(own, [torch.full((size, 2), float(size + rank)) for size in sizes])
+    out = torch.empty(4)
+    theirs.distributed.all_to_all_single(out, torch.full((4,), float(rank)), torch.ones(4), torch.ones(4))
+    try:
+        dist.all_gather([torch.empty(size, 2) for size in sizes], mine)
+        gloo = "accepted"
+    except (RuntimeError, ValueError) as error:
+        gloo = str(error)
+    return {
+        "gathered": [part[:, 0].tolist() for part in gathered],
+        "scattered": own[:, 0].tolist(),
+        "exchanged": out.tolist(),
+        "gloo": gloo,
+        "host": host.is_installed(),
+    }
+
+
+CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "collectives": check_collectives,
+    "layouts": check_layouts,
+    "microbatches": check_microbatches,
+    "bf16": check_bf16,
+    "reference": check_reference,
+    "skip": check_skip,
+    "updates": check_updates,
+}
+
+
+def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    bench = Bench(Path(folder))
+    found = {name: CHECKS[name](bench) for name in checks}
+    if rank == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD)

@@ -1,0 +1,61 @@
+"""Slices of safetensors into parameters: each element once, padding zero, faults named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.actor.load import load_hf
+from megarl.weights.mapping import Box
+
+EMBED, FUSED = "embedding.word_embeddings.weight", "linear.weight"
+WORDS, GATE = torch.arange(6.0).view(3, 2) + 1, torch.arange(8.0).view(2, 4) + 10
+BOXES = [
+    Box("words", (1, 0), (2, 2), EMBED, 0, (2, 1)),  # rows 1 and 2, then two rows of padding
+    Box("gate", (0, 2), (2, 2), FUSED, 0, (2, 1)),  # its right half
+    Box("gate", (0, 0), (2, 2), FUSED, 4, (2, 1)),  # and below it its left half
+]
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    return {EMBED: torch.full((4, 2), 9.0), FUSED: torch.full((4, 2), 9.0)}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_slices_arrive_and_padding_is_zero(tmp_path: Path, sharded: bool) -> None:
+    if sharded:
+        save_file({"words": WORDS}, tmp_path / "one.safetensors")
+        save_file({"gate": GATE}, tmp_path / "two.safetensors")
+        index = {"weight_map": {"words": "one.safetensors", "gate": "two.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")
+    found = parameters()
+    load_hf(found, BOXES, tmp_path)
+    assert found[EMBED].tolist() == [[3, 4], [5, 6], [0, 0], [0, 0]]
+    assert found[FUSED].tolist() == [[12, 13], [16, 17], [10, 11], [14, 15]]
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tensor words"):
+        load_hf(parameters(), BOXES, tmp_path)
+    save_file({"words": WORDS}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has no tensor gate"):
+        load_hf(parameters(), BOXES, tmp_path)
+    save_file({"words": WORDS[:2].contiguous(), "gate": GATE}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"words has shape \[2, 2\]"):
+        load_hf(parameters(), BOXES, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [(BOXES[:2], "from no box"), ([*BOXES, BOXES[2]], "from two boxes"), (BOXES[:1], "boxes and model differ")],
+)
+def test_boxes_must_cover_each_element_once(tmp_path: Path, boxes: list[Box], message: str) -> None:
+    save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")
+    with pytest.raises(AssertionError, match=message):
+        load_hf(parameters(), boxes, tmp_path)
