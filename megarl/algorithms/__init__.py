@@ -3,11 +3,12 @@
 from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.kl import KL
-from megarl.algorithms.losses import LOSSES
+from megarl.algorithms.losses import LOSSES, VALUE_LOSSES
 from megarl.algorithms.reduce import AGGREGATIONS, WEIGHTS
+from megarl.algorithms.selection import SELECT
 from megarl.algorithms.whitening import Stats, whiten, whiten_stats
 
 __all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL", "LOSSES", "WEIGHTS",
+    "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL", "LOSSES", "SELECT", "VALUE_LOSSES", "WEIGHTS",
     "Stats", "returns", "whiten", "whiten_stats",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
 def _standardized(
     x_V: Tensor, groups: Groups, *, std: str, eps: float, singleton: Singleton, leave_one_out: bool = False
 ) -> Tensor:
-    """(x - mu) / (s + eps) within each group. Equal values give exactly 0; a group of one 0 (or x / (1 + eps))."""
+    """(x - mu) / (s + eps) within each group. Equal values give exactly 0, a group of one 0, or x when "raw"."""
     _check_choice("std", std, ("unbiased", "biased"))
     _check_choice("singleton", singleton, ("zero", "raw"))
     if leave_one_out:
@@ -82,9 +82,8 @@ def _standardized(
         result_V = torch.where(scale_V > 0, centred_V / (scale_V + eps), centred_V)
     else:
         result_V = (x_V - groups.mean(x_V)) / (groups.std(x_V, biased=std == "biased") + eps)
-    alone_V = x_V / (1 + eps) if singleton == "raw" else torch.zeros_like(x_V)
     result_V = torch.where(groups.is_flat(x_V), 0, result_V)
-    return torch.where(groups.size_V == 1, alone_V, result_V)
+    return torch.where(groups.size_V == 1, x_V, result_V) if singleton == "raw" else result_V
 
 
 def _others(x_V: Tensor, groups: Groups, *, biased: bool) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,8 @@ def grpo(
     _check_choice("scale", scale, ("group", "batch", "none"))
     if scale == "group":
         how = {"std": std, "eps": eps, "singleton": singleton, "leave_one_out": leave_one_out}
-        return batch.tokens(_standardized(batch.score_N, batch.groups, **how))
+        advantage_N = _standardized(batch.score_N, batch.groups, **how)
+        return batch.tokens(torch.where(batch.groups.size_V == 1, advantage_N / (1 + eps), advantage_N))
     centred_N = _centred(batch, singleton=singleton, leave_one_out=leave_one_out)
     if scale == "batch":
         everyone = Groups.of(torch.zeros_like(batch.groups.group_V), batch.groups.valid_V)
@@ -150,32 +150,42 @@ def opo(batch: _Scored, *, singleton: Singleton = "zero") -> Tensor:
     return batch.tokens(torch.where(groups.size_V == 1, score_N, advantage_N) if singleton == "raw" else advantage_N)
 
 
-def reinforce(batch: _Scored, *, gamma: float = 1.0, whiten: bool = False) -> Tensor:
+def gpg(batch: _Scored, *, singleton: Singleton = "zero") -> Tensor:
+    """R - mu, times rows / rows whose score is not 0: arXiv 2504.02546."""
+    valid_N = batch.groups.valid_V
+    factor = valid_N.sum() / (valid_N & (batch.score_N != 0)).sum().clamp(min=1)
+    return batch.tokens(_centred(batch, singleton=singleton) * factor)
+
+
+def reinforce(batch: _Scored, *, gamma: float = 1.0, whiten: bool = False, **scaling: Any) -> Tensor:
     """A_t = sum over later trainable tokens of gamma^(their distance) r: Williams 1992."""
-    return _maybe_whitened(reward_to_go(batch.rewards_T, batch.rows, gamma=gamma), batch, whiten)
+    return _maybe_whitened(reward_to_go(batch.rewards_T, batch.rows, gamma=gamma), batch, whiten, **scaling)
 
 
-def reinforce_pp(batch: _Scored, *, gamma: float = 1.0, whiten: bool = True) -> Tensor:
+def reinforce_pp(batch: _Scored, *, gamma: float = 1.0, whiten: bool = True, **scaling: Any) -> Tensor:
     """The reward-to-go, whitened over all tokens of the batch: REINFORCE++, arXiv 2501.03262."""
-    return reinforce(batch, gamma=gamma, whiten=whiten)
+    return reinforce(batch, gamma=gamma, whiten=whiten, **scaling)
 
 
-def reinforce_pp_baseline(batch: _Scored, *, whiten: bool = True, singleton: Singleton = "raw") -> Tensor:
+def reinforce_pp_baseline(
+    batch: _Scored, *, whiten: bool = True, singleton: Singleton = "raw", **scaling: Any
+) -> Tensor:
     """R - mu on every token, then whitened over all tokens of the batch: arXiv 2501.03262."""
-    return _maybe_whitened(batch.tokens(_centred(batch, singleton=singleton)), batch, whiten)
+    return _maybe_whitened(batch.tokens(_centred(batch, singleton=singleton)), batch, whiten, **scaling)
 
 
-def remax(batch: _Scored, *, gamma: float = 1.0, whiten: bool = False) -> Tensor:
+def remax(batch: _Scored, *, gamma: float = 1.0, whiten: bool = False, **scaling: Any) -> Tensor:
     """The reward-to-go minus the reward of the prompt's greedy answer: arXiv 2310.10505."""
     baseline_N = _given(batch.baseline_N, "remax", "baseline_N [N]")
     advantage_T = reward_to_go(batch.rewards_T, batch.rows, gamma=gamma) - batch.rows.spread(baseline_N)
-    return _maybe_whitened(advantage_T, batch, whiten)
+    return _maybe_whitened(advantage_T, batch, whiten, **scaling)
 
 
-def gae(batch: _Scored, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Tensor:
+def gae(batch: _Scored, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True, **scaling: Any) -> Tensor:
     """Generalised advantages over the True positions, value 0 after the last: arXiv 1506.02438."""
     values_T = _given(batch.values_T, "gae", "values_T [T]")
-    return _maybe_whitened(td_lambda(batch.rewards_T, values_T, batch.rows, gamma=gamma, lam=lam), batch, whiten)
+    advantage_T = td_lambda(batch.rewards_T, values_T, batch.rows, gamma=gamma, lam=lam)
+    return _maybe_whitened(advantage_T, batch, whiten, **scaling)
 
 
 def grpo_process(batch: _Scored, *, std: str = "unbiased", eps: float = 1e-6, singleton: Singleton = "zero") -> Tensor:
@@ -191,9 +201,15 @@ def grpo_process(batch: _Scored, *, std: str = "unbiased", eps: float = 1e-6, si
     return reward_to_go(steps_T, batch.rows, gamma=1.0)
 
 
-def _maybe_whitened(advantage_T: Tensor, batch: _Scored, whiten: bool) -> Tensor:
+def _maybe_whitened(
+    advantage_T: Tensor, batch: _Scored, whiten: bool, *, std: str = "unbiased", eps: float = 1e-8
+) -> Tensor:
+    """Over the tokens of all valid rows; `std` and `eps` are those of the whitening."""
+    _check_choice("std", std, ("unbiased", "biased"))
     valid_T = batch.rows.spread(batch.groups.valid_V)
-    return whiten_tokens(advantage_T, valid_T) if whiten else clean(advantage_T, valid_T)
+    if not whiten:
+        return clean(advantage_T, valid_T)
+    return whiten_tokens(advantage_T, valid_T, eps=eps, biased=std == "biased")
 
 
 def _given(x: Tensor | None, estimator: str, what: str) -> Tensor:
@@ -218,5 +234,6 @@ _ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "remax": remax,
     "gae": gae,
     "opo": opo,
+    "gpg": gpg,
 }
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {name: partial(_advantages, rule) for name, rule in _ESTIMATORS.items()}

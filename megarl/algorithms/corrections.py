@@ -62,5 +62,40 @@ def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
     return gap.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(floor, cap)
 
 
-_RULES: dict[str, Callable[..., Tensor]] = {"none": none, "tis": tis}
+def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
+    """The product of the row's w, at least `floor` and at most `cap`."""
+    log_ratio_N = gap.rows.sum(gap.log_ratio_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return gap.rows.spread(log_ratio_N.exp().clamp(floor, cap))
+
+
+def icepop(gap: _Gap, *, low: float = 0.5, high: float = 5.0) -> Tensor:
+    """w where it lies in [low, high], else 0: such a token is dropped (IcePop, Ring-1T, arXiv 2510.18855)."""
+    weight_T = gap.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0)
+
+
+def seq_mask(gap: _Gap, *, low: float = 0.999, high: float = 1.001) -> Tensor:
+    """1 for rows whose geometric mean of w lies in [low, high], else 0."""
+    mean_N = gap.rows.mean(gap.log_ratio_T).exp()
+    return gap.rows.spread(((mean_N >= low) & (mean_N <= high)).to(gap.log_ratio_T.dtype))
+
+
+def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
+    """0 for the negative-advantage tokens of rows whose mean of o - l exceeds `delta`: off-policy sequence masking
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    if gap.logprobs_T is None or gap.advantages_T is None:
+        raise ValueError("correction=opsm needs logprobs_T and advantages_T")
+    far_N = gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta
+    dropped_T = gap.rows.spread(far_N) & (gap.advantages_T < 0)
+    return (~dropped_T).to(gap.log_ratio_T.dtype)
+
+
+_RULES: dict[str, Callable[..., Tensor]] = {
+    "none": none,
+    "tis": tis,
+    "seq_tis": seq_tis,
+    "icepop": icepop,
+    "seq_mask": seq_mask,
+    "opsm": opsm,
+}
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}

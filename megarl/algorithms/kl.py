@@ -29,13 +29,16 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - ref_logprobs_T).square() / 2
 
 
-def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
+    """`value_clamp` 10 is what several trainers do; there the gradient is 0 where the policy is furthest away."""
     delta_T = logprobs_T - ref_logprobs_T
-    return torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
+    value_T = torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
+    return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
 
 
-def k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    value_T, slope_T = k3(logprobs_T, ref_logprobs_T).detach(), k2(logprobs_T, ref_logprobs_T)
+def k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
+    value_T = k3(logprobs_T, ref_logprobs_T, value_clamp=value_clamp).detach()
+    slope_T = k2(logprobs_T, ref_logprobs_T)
     return value_T + (slope_T - slope_T.detach())
 
 
@@ -43,4 +46,4 @@ def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - ref_logprobs_T).abs()
 
 
-KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}
+KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}

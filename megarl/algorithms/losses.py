@@ -15,9 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import clean
+from megarl.algorithms.segments import Rows, clean
 
-__all__ = ["CLIPPED", "LOSSES"]
+__all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -87,8 +87,86 @@ def sft(tokens: _Tokens) -> Tensor:
     return -tokens.logprobs_T
 
 
-_RULES: dict[str, Callable[..., Tensor]] = {"ppo_clip": ppo_clip, "reinforce": reinforce, "sft": sft}
+def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """PPO-clip of the row's ratio s = e^(mean log-ratio): arXiv 2507.18071. One advantage a row.
+
+    In token form, sg[s] e^(l - sg[l]): with equal advantages its value and gradient are those of s, and a
+    weight on one token weighs that token only.
+    """
+    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
+    advantages_T = tokens.advantages_T
+    uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
+    if bool((uneven_T & tokens.mask_T).any()):
+        raise ValueError("loss=gspo needs one advantage a row, as grpo or rloo give; these differ within a row")
+    log_ratio_N = rows.mean((tokens.logprobs_T - tokens.old_logprobs_T).detach())
+    log_ratio_T = rows.spread(log_ratio_N) + (tokens.logprobs_T - tokens.logprobs_T.detach())
+    ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+
+
+def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
+    """-sg[clip(ratio, 1 - low, 1 + high)] A l: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    return -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
+
+
+def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    """-A (4 / tau) sigmoid(tau (ratio - 1)): a soft gate in place of the clip (arXiv 2511.20347)."""
+    tau_T = torch.where(tokens.advantages_T > 0, tau_pos, tau_neg)
+    return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
+
+
+def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
+    """-A e^(mean of log-ratios, each clipped on the side its advantage pushes to): arXiv 2507.20673."""
+    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
+    log_ratio_T, sign_T = tokens.logprobs_T - tokens.old_logprobs_T, tokens.advantages_T.sign()
+    clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
+    ratio_N = rows.mean(clipped_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return rows.spread(-rows.mean(tokens.advantages_T) * ratio_N)
+
+
+def clip_cov(
+    tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, select_T: Tensor | None = None
+) -> Tensor:
+    """PPO-clip with the tokens of SELECT["clip_cov"] left out: arXiv 2505.22617."""
+    loss_T = ppo_clip(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+    return loss_T if select_T is None else torch.where(select_T, 0, loss_T)
+
+
+def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
+    """-A ratio, plus coef |l - o| on the tokens of SELECT["kl_cov"]: arXiv 2505.22617."""
+    loss_T = -tokens.advantages_T * tokens.ratio_T
+    penalty_T = kl_coef * (tokens.logprobs_T - tokens.old_logprobs_T).abs()
+    return loss_T if select_T is None else loss_T + clean(penalty_T, select_T)
+
+
+_RULES: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "gpg": reinforce,  # its own part is the factor on the advantage
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "sft": sft,
+}
 LOSSES: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _RULES.items()}
 
 # Same arguments as the loss; [T] bool, for the losses that clip.
 CLIPPED: dict[str, Callable[..., Tensor]] = {"ppo_clip": partial(_per_token, ppo_clipped)}
+
+
+def clipped_value_loss(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float | None = 0.2
+) -> Tensor:
+    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; `clip` None: the plain square."""
+    mask_T = mask_T.bool()
+    values_T, old_T, returns_T = (clean(x, mask_T) for x in (values_T, old_values_T.detach(), returns_T.detach()))
+    squared_T = (values_T - returns_T).square()
+    if clip is None:
+        return squared_T / 2
+    return torch.maximum(squared_T, (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()) / 2
+
+
+VALUE_LOSSES: dict[str, Callable[..., Tensor]] = {"clipped": clipped_value_loss}

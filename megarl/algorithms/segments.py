@@ -16,7 +16,7 @@ __all__ = ["Groups", "Rows", "clean"]
 
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """`x_T` with exact 0 where the mask is False; the gradient there is exactly 0 too."""
-    return torch.where(mask_T, x_T, 0)
+    return torch.where(mask_T, x_T, x_T.new_zeros(()))
 
 
 @dataclass(frozen=True, slots=True)

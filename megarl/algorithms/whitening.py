@@ -30,10 +30,9 @@ class Stats:
         delta = other.mean - self.mean
         return Stats(n, self.mean + delta * other.n / n, self.m2 + other.m2 + delta**2 * self.n * other.n / n)
 
-    @property
-    def variance(self) -> float:
-        """Unbiased; 0 for fewer than two values, and for values that differ only by rounding."""
-        variance = self.m2 / (self.n - 1) if self.n > 1 else 0.0
+    def variance(self, *, biased: bool = False) -> float:
+        """0 for fewer than two values, and for values that differ only by rounding."""
+        variance = self.m2 / (self.n - (0 if biased else 1)) if self.n > 1 else 0.0
         return 0.0 if variance <= (1e-6 * self.mean) ** 2 else variance
 
 
@@ -47,14 +46,20 @@ def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
 
 
 def whiten(
-    x_T: Tensor, mask_T: Tensor, *, stats: Stats | None = None, center_only: bool = False, eps: float = 1e-8
+    x_T: Tensor,
+    mask_T: Tensor,
+    *,
+    stats: Stats | None = None,
+    center_only: bool = False,
+    eps: float = 1e-8,
+    biased: bool = False,
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) on True positions, 0 elsewhere; constant values give exactly 0.
 
     `stats` are those of the whole rollout batch where `x_T` is only a part of it.
     """
     stats = whiten_stats(x_T, mask_T) if stats is None else stats
-    variance = stats.variance
+    variance = stats.variance(biased=biased)
     if variance == 0.0:
         return torch.zeros_like(x_T)
     scale = 1.0 if center_only else (variance + eps) ** -0.5

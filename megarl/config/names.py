@@ -18,8 +18,9 @@ ADVANTAGES = (
     "remax",
     "gae",
     "opo",
+    "gpg",
 )
-LOSSES = ("ppo_clip", "reinforce", "sft")
+LOSSES = ("ppo_clip", "gspo", "cispo", "reinforce", "gpg", "sapo", "gmpo", "clip_cov", "kl_cov", "sft")
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -28,5 +29,5 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "prompt-mean",
 )
-CORRECTIONS = ("none", "tis")
+CORRECTIONS = ("none", "tis", "seq_tis", "icepop", "seq_mask", "opsm")
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo")  # zero for a group of one
