@@ -1,6 +1,6 @@
 """One rank of a weight-sync launch: engines, trainers' shards in many layouts, faults. Run by test_sync.py.
 
-    python sync_ranks.py FOLDER ENGINE_TENSOR MODEL...      (under RANK, WORLD_SIZE, ...)
+    python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR...      (under RANK, WORLD_SIZE, ...)
 
 The "trainer" is a plain holder of Megatron-named parameters, filled through the boxes; the oracle is the
 transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
@@ -29,31 +29,19 @@ from megarl.weights.models import hf_shapes, megatron_boxes
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports.collective import Collective
 
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 CONFIGS = {
-    "qwen3": (transformers.Qwen3Config, dict(vocab_size=67, tie_word_embeddings=True, num_key_value_heads=2)),
-    "qwen3_untied_kv1": (
-        transformers.Qwen3Config,
-        dict(vocab_size=70, tie_word_embeddings=False, num_key_value_heads=1),
-    ),
-    "qwen2": (transformers.Qwen2Config, dict(vocab_size=70, tie_word_embeddings=False, num_key_value_heads=2)),
-    "llama": (transformers.LlamaConfig, dict(vocab_size=67, tie_word_embeddings=False, num_key_value_heads=4)),
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
-        dict(
-            vocab_size=67,
-            tie_word_embeddings=False,
-            num_key_value_heads=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            norm_topk_prob=True,
-        ),
-    ),
+    "qwen3": (transformers.Qwen3Config, TIED | {"vocab_size": 67, "num_key_value_heads": 2}),
+    "qwen3_untied_kv1": (transformers.Qwen3Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 1}),
+    "qwen2": (transformers.Qwen2Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 2}),
+    "llama": (transformers.LlamaConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 4}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2}),
 }
-SIZES = dict(
-    hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
-    max_position_embeddings=512, bos_token_id=0, eos_token_id=1, initializer_range=0.1,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1,
+}  # fmt: skip
 TP2, PP2, TP2_PP2, EP2 = (
     Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, pipeline=2), Parallel(expert=2)
 )  # fmt: skip
@@ -165,7 +153,7 @@ class Launch:
         self.shape = read_model(home)
         self.reference = Reference(home, name, self.shape)
         spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
-        env = Env(self.rank, self.world, self.rank, self.world, job_id=f"sync{tensor}")
+        env = Env(self.rank, self.world, self.rank, self.world, job_id="sync")
         self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
@@ -240,7 +228,7 @@ def syncs(launch: Launch) -> dict:
 
 
 def faults(launch: Launch) -> dict:
-    """A flipped byte, a missing tensor, a missing parameter, a trainer that scores otherwise; then all is well again."""
+    """A flipped byte, a missing tensor, a missing parameter, a trainer that scores otherwise; then all is well."""
     seen: dict = {}
     good = launch.connect(TP2 if launch.world > 1 else Parallel())
     if launch.world > 1:
@@ -249,7 +237,9 @@ def faults(launch: Launch) -> dict:
         if flipped.plan.bytes_received:
             seen["flipped"] = refused(lambda: flipped.publish(version=50))
             seen["after flip"] = refused(lambda: launch.sample(50))
-    seen["missing tensor"] = refused(lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight"))
+    seen["missing tensor"] = refused(
+        lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight")
+    )
     good = launch.connect(TP2 if launch.world > 1 else Parallel())
     if launch.rank == 0:
         del launch.held["decoder.layers.1.self_attention.linear_proj.weight"]
@@ -265,17 +255,18 @@ def faults(launch: Launch) -> dict:
     return seen
 
 
-def main(folder: Path, tensor: int, names: Sequence[str]) -> None:
+def main(folder: Path, cases: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     seen: dict = {}
-    for name in names:
-        launch = Launch(folder, name, tensor)
+    for case in cases:
+        name, _, tensor = case.partition(":")
+        launch = Launch(folder, name, int(tensor))
         seen[name] = syncs(launch)
-        if name == names[0]:
+        if case == cases[0]:
             seen["faults"] = faults(launch)
         launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

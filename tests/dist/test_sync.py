@@ -1,0 +1,114 @@
+"""Weights into real engines from every source layout: log-probs are the transformers model's, faults are refused.
+
+One launch holds many models and layouts: starting engines is what costs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).with_name("sync_ranks.py")
+BOUND = 1e-4
+
+
+def run_ranks(program: Path, world: int, *arguments: str, timeout_s: float = 420) -> list[subprocess.Popen]:
+    """Start one process a rank and wait for all; fails with what the first failing rank said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, str(program), *arguments]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        said = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(said) if processes[rank].returncode]
+    assert not failed, "\n".join(failed)
+    return processes
+
+
+FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine
+TWO = {"qwen3_moe": 1, "llama": 1, "qwen2": 2, "qwen3_untied_kv1": 2}
+
+
+def launch(folder: Path, world: int, models: dict[str, int]) -> list[dict]:
+    run_ranks(RANKS, world, str(folder), *(f"{name}:{tensor}" for name, tensor in models.items()))
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> list[dict]:
+    """4 ranks: two replicas."""
+    return launch(tmp_path_factory.mktemp("four"), 4, FOUR)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict]:
+    """2 ranks: one replica or two."""
+    return launch(tmp_path_factory.mktemp("two"), 2, TWO)
+
+
+def check_model(seen: list[dict], name: str) -> None:
+    for rank in seen:
+        found = rank[name]
+        assert found["before"], "an engine with dummy weights must refuse"
+        worst = max(found["errors"].values())
+        assert math.isfinite(worst) and worst < BOUND, found["errors"]
+        assert found["unchanged"] == 0.0, "a sync of unchanged weights changes no log-prob"
+        assert found["stale"] > 100 * BOUND, "the oracle must see that weights changed"
+        assert found["old version"], "a version that is not held is refused"
+        assert found["tokens"] == seen[0][name]["tokens"], "all replicas draw the same tokens from the same seeds"
+        for kept, received in found["bytes"].values():
+            assert 0 <= received < kept
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(four, name):
+    check_model(four, name)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(two, name):
+    check_model(two, name)
+
+
+def test_local_bytes_do_not_travel(four, two):
+    assert two[0]["llama"]["bytes"]["dp2"][1] == 0  # each rank trains and samples on all of it
+    assert two[0]["llama"]["bytes"]["tp2"][1] > 0
+    kept, received = four[0]["qwen3"]["bytes"]["tp2 dp2"]
+    assert received < kept / 10  # the engine shards as the trainer does, but for the vocabulary's padding
+
+
+def test_layouts_covered(four):
+    assert {"tp2 dp2", "pp2 dp2", "tp2 pp2"} <= set(four[0]["qwen3"]["bytes"])
+    assert len(four[0]["qwen3_moe"]["bytes"]) == 7  # and three with expert parallelism
+
+
+@pytest.mark.parametrize("launched", ["four", "two"])
+def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
+    for rank in request.getfixturevalue(launched):
+        faults = rank["faults"]
+        assert "were not received as sent: rank " in faults["flipped"]
+        assert "model.norm.weight (absent)" in faults["missing tensor"]
+        assert "rank 0: the trainer has no parameter" in faults["missing parameter"]
+        assert "away from the trainer" in faults["probe"]
+        for after in ("after flip", "after missing", "after probe"):
+            assert "no verified weights" in faults[after]
+        assert faults["recovered"] < BOUND
