@@ -7,41 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from start_ranks import run_ranks
 
 RANKS = Path(__file__).with_name("sync_ranks.py")
 BOUND = 1e-4
-
-
-def run_ranks(program: Path, world: int, *arguments: str, timeout_s: float = 420) -> list[subprocess.Popen]:
-    """Start one process a rank and wait for all; fails with what the first failing rank said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        command = [sys.executable, str(program), *arguments]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        said = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(said) if processes[rank].returncode]
-    assert not failed, "\n".join(failed)
-    return processes
 
 
 FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine

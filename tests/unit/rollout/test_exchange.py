@@ -1,0 +1,89 @@
+"""What travels between ranks arrives as it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+
+from megarl.layout import Axis
+from megarl.rollout.exchange import Exchange, pack, unpack
+from megarl.types import CheckFailed, Prompt, Sample
+
+
+def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
+    values = {
+        "prompt_id": prompt_id,
+        "index": index,
+        "tokens": torch.arange(length) + 2**40,
+        "trainable": torch.arange(length) % 2 == 0,
+        "rollout_logprobs": torch.randn(length) * 1e-7,
+        "versions": (3, 2**35),
+        "finish": "length",
+    }
+    return Sample(**values | changes)
+
+
+def equal(one: Sample, other: Sample) -> bool:
+    for field in fields(Sample):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        same = torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+        if not same:
+            return False
+    return True
+
+
+def test_round_trip_is_exact():
+    samples = [
+        sample(5, 0, 7, text="naïve ∑ \n", reward=1 / 3, rewards={"accuracy": 0.1, "format": 1.0}),
+        sample(5, 1, 0, finish="abort"),
+        sample(6, 0, 1, step_rewards=((2, 0.5), (9, -1.25)), extra={"dropped": "reward/accuracy/error"}, finish="stop"),
+    ]
+    back = unpack(pack(samples, 17))
+    assert len(back) == 3 and all(map(equal, samples, back))
+    assert unpack(pack([], 0)) == []
+
+
+def test_reward_that_is_not_a_number_survives():
+    (back,) = unpack(pack([sample(0, 0, 2, reward=math.inf)], 0))
+    assert back.reward == math.inf
+
+
+class Sampler:
+    def sample(self, requests, *, version):
+        return [sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests]
+
+
+class Doubles:
+    def score(self, prompts, samples):
+        from dataclasses import replace
+
+        assert [prompt.prompt_id for prompt in prompts] == [s.prompt_id for s in samples]
+        return [replace(s, reward=2.0 * s.index) for s in samples]
+
+
+class Request:
+    def __init__(self, prompt_id: int, index: int) -> None:
+        self.prompt, self.index, self.seed, self.temperature = Prompt(prompt_id, (1,), ""), index, 0, 1.0
+
+
+def alone(sampler, rewards) -> Exchange:
+    return Exchange(sampler, rewards, replica=Axis(1), member=Axis(1), device=torch.device("cpu"))
+
+
+def test_one_process_sorts_and_scores():
+    requests = [Request(p, i) for p in (7, 3) for i in (1, 0)]
+    got = alone(Sampler(), Doubles())(requests, 4)
+    assert [(s.prompt_id, s.index, s.reward) for s in got] == [(3, 0, 0.0), (3, 1, 2.0), (7, 0, 0.0), (7, 1, 2.0)]
+
+
+@pytest.mark.parametrize("error, kind", [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError)])
+def test_errors_keep_their_kind(error, kind):
+    class Fails:
+        def sample(self, requests, *, version):
+            raise error
+
+    with pytest.raises(kind, match=r"rank 0 could not sample: .*(stale|KeyError)"):
+        alone(Fails(), Doubles())([Request(0, 0)], 0)
