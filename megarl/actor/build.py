@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,9 +72,17 @@ def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> ProcessG
 
 
 def destroy_parallel() -> None:
-    """Forget Megatron's process groups, so that another layout can be built in this process."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Close Megatron's process groups, so that another layout can be built in this process. Every rank must call.
+
+    Megatron only forgets them: their threads (some fifty a layout under gloo) would stay and poll.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    dist.barrier()  # nobody closes a connection that a peer still reads from
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _assert_agrees(layout: Layout) -> None:
@@ -101,19 +110,6 @@ def transformer_config(
     """
     if dispatcher != "alltoall":
         raise ValueError(f"moe.dispatcher={dispatcher} needs micro-batches of one length; set it to alltoall")
-    moe: dict[str, Any] = {}
-    if shape.is_moe:
-        moe = {
-            "num_moe_experts": shape.experts,
-            "moe_ffn_hidden_size": shape.moe_intermediate,
-            "moe_router_topk": shape.experts_per_token,
-            # softmax over the chosen experts is the renormalised softmax over all
-            "moe_router_pre_softmax": not shape.norm_topk_prob,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": use_te,
-        }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -153,8 +149,22 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **moe,
+        **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
     )
+
+
+def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.moe_intermediate,
+        "moe_router_topk": shape.experts_per_token,
+        # softmax over the chosen experts is the renormalised softmax over all
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": use_te,
+    }
 
 
 def _leave(weight: Tensor) -> Tensor:
