@@ -31,6 +31,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction": "tis",
         "correction_options": {"cap": 2.0},
     },
-    # Maximum likelihood of reference answers; what `stage: sft` uses.
-    "sft": {"loss": "sft", "aggregation": "token-mean", "kl": {"coef": 0.0}, "correction": "none"},
 }

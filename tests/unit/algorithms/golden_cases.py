@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,17 @@ CASES = (
     "singletons", "reward_on_hole", "long",
 )  # fmt: skip
 DTYPES = {"f32": torch.float32, "f64": torch.float64}
+
+Outputs = dict[str, Tensor]  # name of a peer's output -> what we get
+RULES: list[tuple[re.Pattern[str], Callable[..., Outputs]]] = []  # an entry's name -> how it is written with ours
+
+
+def rule(pattern: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
+    def add(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        RULES.append((re.compile(pattern), function))
+        return function
+
+    return add
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,265 @@
+"""The objective as configured: rewards to advantages once, log-probs to losses in every micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
+from megarl.algorithms.objective import (
+    LossInputs,
+    add_advantages,
+    initial_state,
+    loss_weights,
+    supervised,
+    token_losses,
+)
+from megarl.config.presets import PRESETS
+from megarl.config.schema import Algorithm, Train
+from megarl.data.collate import collate
+from megarl.data.packing import plan_microbatches
+from megarl.layout import Layout, Parallel
+from megarl.types import Group, LogProbs, MicrobatchPlan, Prompt, Sample, ScoredBatch, TrainBatch
+
+VOCAB = 11
+
+
+def make_batch(*, seed: int = 0, num_prompts: int = 4, samples: int = 4) -> TrainBatch:
+    random = torch.Generator().manual_seed(seed)
+
+    def sample(prompt: int, index: int) -> Sample:
+        length = int(torch.randint(1, 9, (), generator=random))
+        tokens = torch.randint(0, VOCAB, (2 + length,), generator=random)
+        trainable = torch.arange(2 + length) >= 2
+        logprobs = torch.where(trainable, -torch.rand(2 + length, generator=random), 0.0)
+        reward = float(torch.randint(0, 4, (), generator=random))
+        return Sample(prompt, index, tokens, trainable, logprobs, (0, 0), "stop", reward=reward)
+
+    groups = [
+        Group(Prompt(prompt, (), ""), tuple(sample(prompt, index) for index in range(samples)))
+        for prompt in range(num_prompts)
+    ]
+    return collate(groups, temperature=1.0)
+
+
+def make_logprobs(batch: TrainBatch, *, seed: int = 1) -> LogProbs:
+    random = torch.Generator().manual_seed(seed)
+    old, ref = (
+        torch.where(batch.mask, batch.rollout_logprobs + 0.2 * torch.randn(batch.num_tokens, generator=random), 0.0)
+        for _ in range(2)
+    )
+    return LogProbs(old, ref)
+
+
+def algorithm(**values) -> Algorithm:
+    return Algorithm.model_validate(values)
+
+
+def last_trained(batch: TrainBatch) -> Tensor:
+    spans = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+    return torch.stack([start + batch.mask[start:end].nonzero()[-1, 0] for start, end in spans])
+
+
+def inputs_of(batch: ScoredBatch) -> LossInputs:
+    return LossInputs(
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        cu_seqlens=batch.cu_seqlens,
+    )
+
+
+def scored_by(batch: TrainBatch, rules: Algorithm) -> ScoredBatch:
+    return add_advantages(batch, make_logprobs(batch), rules, initial_state(rules))[0]
+
+
+# --- advantages ---------------------------------------------------------------------------------------------------
+
+
+def test_reinforce_pp_is_the_reward_minus_kl_to_come():
+    batch = make_batch()
+    rules = algorithm(
+        advantage="reinforce_pp",
+        advantage_options={"whiten": False},
+        kl={"estimator": "k1", "where": "reward", "coef": 0.1},
+    )
+    logprobs, scored = make_logprobs(batch), scored_by(batch, rules)
+    for row, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
+        for t in range(int(start), int(end)):
+            if not batch.mask[t]:
+                assert scored.advantages[t] == 0
+                continue
+            later = [i for i in range(t, int(end)) if batch.mask[i]]
+            expected = batch.rewards[row] - 0.1 * sum(logprobs.old[i] - logprobs.ref[i] for i in later)
+            assert scored.advantages[t] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_rewards_are_clipped_before_kl_is_subtracted():
+    batch = make_batch()
+    kl = {"estimator": "k1", "where": "reward", "coef": 0.1}
+    rules = algorithm(advantage="reinforce", kl=kl, reward_clip=(0.5, 1.5))
+    logprobs = make_logprobs(batch)
+    rewards = torch.zeros(batch.num_tokens)
+    rewards[last_trained(batch)] = batch.rewards.clamp(0.5, 1.5)
+    rewards -= 0.1 * (logprobs.old - logprobs.ref)
+    expected = ADVANTAGES["reinforce"](rewards, batch.mask, batch.cu_seqlens, batch.group)
+    torch.testing.assert_close(scored_by(batch, rules).advantages, expected)
+    assert float(batch.token_rewards.max()) == 3.0  # the batch itself is as it was
+
+
+def test_the_states_coefficient_is_the_one_in_force():
+    batch = make_batch()
+    rules = algorithm(advantage="reinforce", kl={"estimator": "k1", "where": "reward", "coef": 0.1})
+    state = replace(initial_state(rules), kl_coef=0.0)
+    scored, _ = add_advantages(batch, make_logprobs(batch), rules, state)
+    torch.testing.assert_close(scored.advantages[last_trained(batch)], batch.rewards)
+
+
+def test_nan_log_probs_outside_the_mask_change_nothing():
+    batch = make_batch()
+    rules = algorithm(**PRESETS["reinforce_pp"])
+    logprobs = make_logprobs(batch)
+    spoilt = LogProbs(*(torch.where(batch.mask, x, float("nan")) for x in (logprobs.old, logprobs.ref)))
+    scored, _ = add_advantages(batch, spoilt, rules, initial_state(rules))
+    assert torch.equal(scored.advantages, scored_by(batch, rules).advantages)
+
+
+# --- losses -------------------------------------------------------------------------------------------------------
+
+
+def test_token_losses_add_up_to_the_formula():
+    batch = make_batch()
+    kl = {"estimator": "k3+", "where": "loss", "coef": 0.3}
+    rules = algorithm(kl=kl, entropy_coef=0.05, correction="tis", correction_options={"cap": 1.05}, clip_low=0.1)
+    scored = scored_by(batch, rules)
+    new = torch.where(batch.mask, scored.old_logprobs + 0.3, float("nan")).requires_grad_()
+    entropy = torch.rand(batch.num_tokens, requires_grad=True)
+    done = token_losses(new, entropy, inputs_of(scored), rules)
+    ratio, gap = torch.tensor(0.3).exp(), scored.old_logprobs - scored.rollout_logprobs
+    policy = torch.maximum(-scored.advantages * ratio, -scored.advantages * ratio.clamp(0.9, 1.28))
+    policy = policy * gap.exp().clamp(max=1.05)
+    penalty = KL["k3"](scored.old_logprobs + 0.3, scored.ref_logprobs)
+    expected = torch.where(batch.mask, policy + 0.3 * penalty - 0.05 * entropy, 0)
+    torch.testing.assert_close(done.loss, expected)
+    done.loss.sum().backward()
+    assert new.grad.isfinite().all() and not new.grad[~batch.mask].any()
+    torch.testing.assert_close(entropy.grad, -0.05 * batch.mask.float())
+    slope = torch.where(scored.advantages > 0, 0.0, -scored.advantages * ratio) * gap.exp().clamp(max=1.05)
+    slope = slope + 0.3 * (scored.old_logprobs + 0.3 - scored.ref_logprobs)
+    torch.testing.assert_close(new.grad, torch.where(batch.mask, slope, 0), rtol=1e-4, atol=1e-6)
+
+
+def test_sums_are_over_trained_tokens():
+    batch = make_batch()
+    rules = algorithm(kl={"estimator": "k2", "coef": 0.1}, clip_high=0.2)
+    scored = scored_by(batch, rules)
+    new = scored.old_logprobs + torch.where(scored.advantages > 0, 0.3, 0.1)
+    done = token_losses(new, torch.ones(batch.num_tokens), inputs_of(scored), rules)
+    assert done.sums["clip_frac"] == int((scored.advantages > 0).sum())
+    assert done.sums["entropy"] == int(batch.mask.sum())
+    gap = scored.old_logprobs - scored.rollout_logprobs
+    torch.testing.assert_close(done.sums["kl/rollout"].float(), (gap.exp() - 1 - gap)[batch.mask].sum())
+    delta = (new - scored.ref_logprobs)[batch.mask]
+    torch.testing.assert_close(done.sums["kl/ref"].float(), ((-delta).exp() - 1 + delta).sum())
+
+
+def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforces():
+    batch = make_batch()
+    scored = scored_by(batch, algorithm())
+    at = (scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
+    gradients = []
+    for name in ("ppo_clip", "reinforce"):
+        new = scored.old_logprobs.clone().requires_grad_()
+        loss = AGGREGATIONS["seq-mean-token-mean"](LOSSES[name](new, *at), batch.mask, batch.cu_seqlens)
+        loss.backward()
+        gradients.append(new.grad)
+        if name == "ppo_clip":
+            assert loss.abs() < 1e-6
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().sum() > 0.1
+
+
+def test_supervised_learns_every_label_alike():
+    batch = make_batch()
+    logprobs = make_logprobs(batch)
+    scored = supervised(batch, LogProbs(logprobs.old, None))
+    # even a correction that would weigh the tokens of a sampler finds nothing to correct
+    rules = algorithm(loss="sft", correction="tis")
+    new = logprobs.old.clone().requires_grad_()
+    done = token_losses(new, None, inputs_of(scored), rules)
+    done.loss.sum().backward()
+    torch.testing.assert_close(done.loss, -torch.where(batch.mask, logprobs.old, 0))
+    torch.testing.assert_close(new.grad, -batch.mask.float())
+
+
+# --- through a model ----------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """Two layers over tokens of their own row only; rows are computed one by one, so packing cannot mix them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(VOCAB, 8).double(), nn.Linear(8, VOCAB).double()
+
+    def logprobs(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(tokens).cumsum(0).tanh()
+        return self.out(hidden).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+
+def gradient(scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggregation: str) -> Tensor:
+    """Summed over the updates, ranks and micro-batches of a plan, as the actor sums it."""
+    model = Tiny()
+    weights = loss_weights(scored, plan, aggregation=aggregation, constant=8)
+    spans = [slice(a, b) for a, b in zip(scored.cu_seqlens[:-1], scored.cu_seqlens[1:], strict=True)]
+    for rows in (rows for update in plan.rows for rank in update for rows in rank if rows):
+        index = torch.cat([torch.arange(spans[row].start, spans[row].stop) for row in rows])
+        lengths = torch.tensor([0, *(spans[row].stop - spans[row].start for row in rows)])
+        new = torch.cat([model.logprobs(scored.tokens[spans[row]], scored.labels[spans[row]]) for row in rows])
+        part = LossInputs(
+            old_logprobs=scored.old_logprobs[index],
+            ref_logprobs=scored.ref_logprobs[index],
+            rollout_logprobs=scored.rollout_logprobs[index],
+            advantages=scored.advantages[index],
+            mask=scored.mask[index],
+            cu_seqlens=lengths.cumsum(0),
+        )
+        loss = token_losses(new, None, part, rules).loss
+        (loss * weights[index]).sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo"])
+def test_the_gradient_does_not_depend_on_ranks_or_micro_batches(aggregation, loss):
+    batch = make_batch(seed=3)
+    rules = algorithm(loss=loss, aggregation=aggregation, kl={"coef": 0.1}, correction="tis", clip_low=0.3)
+    scored = scored_by(batch, rules)
+    whole = MicrobatchPlan((((tuple(range(batch.num_rows)),),),), (int(batch.mask.sum()),), 1.0)
+    expected = gradient(scored, rules, whole, aggregation)
+    assert expected.abs().max() > 1e-4
+    for dp in (1, 2, 4):
+        for max_tokens in (12, 40):
+            layout = Layout.of(Parallel(), dp, 0)
+            plan = plan_microbatches(scored, layout, Train(max_tokens_per_microbatch=max_tokens))
+            torch.testing.assert_close(gradient(scored, rules, plan, aggregation), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_each_update_has_its_own_denominator():
+    scored = scored_by(make_batch(), algorithm())
+    plan = plan_microbatches(scored, Layout.of(Parallel(), 1, 0), Train(updates_per_step=2))
+    weights = loss_weights(scored, plan, aggregation="token-mean")
+    assert weights.sum() == pytest.approx(2.0)  # 1 for each update
+    assert weights[scored.mask].unique().numel() == 2 and not weights[~scored.mask].any()
+
+
+def test_presets_are_valid_values():
+    for values in PRESETS.values():
+        rules = algorithm(**values)
+        scored_by(make_batch(), rules)
