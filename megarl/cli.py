@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,13 +84,9 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     from megarl.launch.torchrun import launch
 
     code = launch(materialize_model(config), env, job, command=command)
-    if (
-        code not in (DEFECT, STOPPED)
-        and command == "train"
-        and env.is_main
-        and (run_dir(config) / "metrics.jsonl").exists()
-    ):
-        _report(run_dir(config))
+    if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
+        with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
+            _report(run_dir(config))
     return code
 
 

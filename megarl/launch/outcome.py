@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -105,7 +104,6 @@ def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts
 
 def _write_atomic(file: Path, values: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, staging = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        json.dump(values, out)
+    staging = file.with_name(f".{file.name}.{os.getpid()}")
+    staging.write_text(json.dumps(values), encoding="utf-8")
     os.replace(staging, file)

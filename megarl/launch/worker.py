@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
@@ -37,7 +38,9 @@ def main(config_path: str, command: str = "train") -> int:
 def run_rank(config: Config, env: Env, command: str = "train") -> int:
     """Run this rank to its end; its exit code. Never raises."""
     folder = run_dir(config)
-    _divert_output(folder / "logs" / f"rank_{env.rank}.log", keep_terminal=env.rank == 0)
+    terminal = _divert_output(folder / "logs" / f"rank_{env.rank}.log")
+    if env.is_main:
+        sys.stdout = terminal
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher asks a rank left behind where it is
     # before torch and vLLM are imported: one engine core in this process, and its logging beside our own
@@ -51,9 +54,9 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
         traceback.print_exc()
         failure = outcome.record_failure(folder, env.rank, error, during=phases.current())
-        if not env.launched:  # inside torchrun nobody else will write it; the launcher of ours does
+        if not env.launched and not (folder / "exit.json").exists():  # our launcher would do this; torchrun does not
             outcome.write_exit(folder, failure.code, failure, world=env.world_size)
-            print(f"megarl: rank {env.rank}: {failure.message}", file=sys.__stdout__, flush=True)
+            print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
         return failure.code
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -72,19 +75,17 @@ def _die_with_parent() -> None:
         os._exit(outcome.STOPPED)
 
 
-def _divert_output(log: Path, *, keep_terminal: bool) -> None:
-    """Send file descriptors 1 and 2 to `log`; sys.stdout keeps the terminal where `keep_terminal`."""
+def _divert_output(log: Path) -> TextIO:
+    """Send file descriptors 1 and 2 to `log`; what they were, as a stream."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.dup(1) if keep_terminal else None
+    terminal = os.fdopen(os.dup(1), "wb", 0)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    if terminal is not None:
-        raw = os.fdopen(terminal, "wb", 0)
-        sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
+    return io.TextIOWrapper(terminal, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
 
 
 if __name__ == "__main__":
