@@ -1,4 +1,4 @@
-"""HF <-> Megatron as data: a family is a table of rules, a rule says where HF tensors lie in a fused, sharded parameter.
+"""HF <-> Megatron as data: a family is a table of rules, a rule says where HF tensors lie in a sharded parameter.
 
     table (one family)  --boxes(shape, layout)-->  list[Box]  (one rank)
 
