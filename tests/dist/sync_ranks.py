@@ -140,7 +140,7 @@ class FlipsOneByte(Collective):
 
 
 class Launch:
-    def __init__(self, folder: Path, name: str, tensor: int) -> None:
+    def __init__(self, folder: Path, name: str, tensor: int, job: str = "sync") -> None:
         self.rank, self.world, self.tensor = dist.get_rank(), dist.get_world_size(), tensor
         self.name = name
         home = folder / name
@@ -153,7 +153,7 @@ class Launch:
         self.shape = read_model(home)
         self.reference = Reference(home, name, self.shape)
         spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
-        env = Env(self.rank, self.world, self.rank, self.world, job_id="sync")
+        env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
