@@ -53,7 +53,8 @@ class ParityGate:
         raise CheckFailed(
             f"log-probs of trainer and engine differ by {seen.max:.3g} at most and {seen.mean:.3g} on average "
             f"(bounds {self.bound.max:g} and {self.bound.mean:g}); "
-            f"worst: row {seen.row}, sampled token {seen.position}, trainer {seen.trainer:.6g}, engine {seen.engine:.6g}; "
+            f"worst: row {seen.row}, sampled token {seen.position}, "
+            f"trainer {seen.trainer:.6g}, engine {seen.engine:.6g}; "
             f"{explain(seen, is_moe=self.is_moe, temperature=batch.temperature)}. "
             "Nothing was updated; raise checks.max_logprob_diff only if you know why they differ"
         )
