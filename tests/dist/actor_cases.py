@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.types import ScoredBatch, TrainBatch
@@ -38,20 +33,27 @@ _LLAMA3 = {
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 
-MODELS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=_LLAMA3),
-    "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
-    "qwen3_untied": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=True, tie_word_embeddings=False),
-    "qwen3_moe_unnormalised": Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=False, tie_word_embeddings=True),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of transformers and its arguments
+    "llama": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": False, "rope_parameters": _LLAMA3}),
+    "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_untied": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_SIZES, **_MOE, "norm_topk_prob": True, "tie_word_embeddings": False}),
+    "qwen3_moe_unnormalised": (
+        "Qwen3MoeConfig",
+        {**_SIZES, **_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
 }
 
 
 def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     """A random model of MODELS in `folder`/`name`; its norms and biases are random too, or they would hide faults."""
+    import transformers  # seconds to import: only where a model is made or asked
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.float32)
+    kind, arguments = MODELS[name]
+    config = getattr(transformers, kind)(**arguments)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
@@ -60,6 +62,12 @@ def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(folder / name)
     return folder / name
+
+
+def load_model(path: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, longest: int = 24) -> TrainBatch:
@@ -108,6 +116,24 @@ def oracle_logprobs(model: torch.nn.Module, batch: TrainBatch) -> torch.Tensor:
     """[T], 0 where the mask is False."""
     of_labels = oracle_log_softmax(model, batch).gather(1, batch.labels[:, None])[:, 0]
     return torch.where(batch.mask, of_labels, 0.0)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What plain transformers and torch say of a batch."""
+
+    logprobs: Tensor  # [T], 0 where the mask is False
+    entropy: float  # mean over the mask
+    steps: list[list[float]]  # [loss, gradient norm] of each
+
+
+def ask(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> Oracle:
+    with torch.no_grad():
+        log_softmax = oracle_log_softmax(model, scored)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)[scored.mask].mean()
+    of_labels = log_softmax.gather(1, scored.labels[:, None])[:, 0].where(scored.mask, 0)
+    steps = oracle_steps(model, replace(scored, old_logprobs=of_labels), config, num_steps=2)
+    return Oracle(of_labels, float(entropy), steps)
 
 
 def oracle_steps(model: torch.nn.Module, scored: ScoredBatch, config: Config, *, num_steps: int) -> list[list[float]]:
