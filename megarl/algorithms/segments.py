@@ -37,12 +37,12 @@ class Rows:
         return cls(mask_T, row_T, num_tokens_N)
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """[N]: the sum of `x_T` over the True positions of each row."""
+        """[N]: the sum of each row of `x_T`, which is clean."""
         zeros_N = torch.zeros(self.num_tokens_N.numel(), dtype=x_T.dtype, device=x_T.device)
-        return zeros_N.index_add(0, self.row_T, clean(x_T, self.mask_T))
+        return zeros_N.index_add(0, self.row_T, x_T)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """[N]: the mean over the True positions of each row, 0 for a row without any."""
+        """[N]: the mean over the True positions of each row of `x_T`, which is clean; 0 for a row without any."""
         return self.sum(x_T) / self.num_tokens_N.clamp(min=1)
 
     def spread(self, x_N: Tensor) -> Tensor:

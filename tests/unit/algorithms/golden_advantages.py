@@ -106,9 +106,11 @@ def slime_reinforce_pp(case: Case) -> Outputs:
     return {"returns": estimate(case, "reinforce_pp", kl_rewards(case, 0.01), whiten=False)}
 
 
-@rule(r"openrlhf\.adv\.(?P<name>gae|reinforce|reinforce_baseline|rloo|group_norm|dr_grpo)\.g1\.0\.l1\.0\.clip0\..*")
-def openrlhf_adv(case: Case, name: str) -> Outputs:
-    """Returns before whitening: the reward-to-go of group-adjusted outcomes minus KL."""
+@rule(
+    r"openrlhf\.adv\.(?P<name>gae|reinforce|reinforce_baseline|rloo|group_norm|dr_grpo)\.g1\.0\.l1\.0\.clip0\.(?P<how>nostd\d)"
+)
+def openrlhf_adv(case: Case, name: str, how: str) -> Outputs:
+    """The reward-to-go of group-adjusted outcomes minus KL."""
     scores_N = case.raw("scores")
     if name in ("rloo", "group_norm", "dr_grpo", "reinforce_baseline"):
         ours = {"rloo": "rloo", "group_norm": "grpo"}.get(name, "dr_grpo")
@@ -119,7 +121,17 @@ def openrlhf_adv(case: Case, name: str) -> Outputs:
     else:
         adjusted_T = case.outcome(scores_N)
     rewards_T = adjusted_T - 0.01 * KL["k1"](case.flat("old_log_prob"), case.flat("ref_log_prob")).clamp(-10, 10)
-    return {"returns": estimate(case, "reinforce", rewards_T)}
+    returns_T = estimate(case, "reinforce", rewards_T)
+    if name in ("rloo", "group_norm", "dr_grpo"):  # these the peer leaves as they are
+        return {"returns": returns_T, "advantages": returns_T}
+    if name == "gae":
+        values_T = case.flat("values")
+        raw_T = estimate(case, "gae", rewards_T, values_T=values_T, whiten=False)
+        returns_T = torch.where(case.mask, returns(raw_T, values_T), 0)
+    else:
+        raw_T = returns_T
+    whitened_T = whiten(raw_T, case.mask, center_only=how == "nostd1", biased=True)
+    return {"returns": returns_T, "advantages": whitened_T}
 
 
 @rule(r"trl\.adv\.grpo\.(?P<scale>group|batch|none)")

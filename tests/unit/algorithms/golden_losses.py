@@ -133,19 +133,20 @@ def slime_loss(case: Case, how: str, adv: str) -> Outputs:
     return policy_loss(case, name, aggregation="token-sum", advantages=f"adv_{adv}", **options)
 
 
-@rule(r"trl\.loss\.(?P<how>grpo|dr_grpo|dapo|cispo|sapo|gspo|beta|opsm|tis)\.(?P<adv>grpo|rfpp)")
+@rule(r"trl\.loss\.(?P<how>grpo|bnpo|dr_grpo|dapo|cispo|sapo|gspo|luspo|delta|beta|opsm|tis)\.(?P<adv>grpo|rfpp)")
 def trl_loss(case: Case, how: str, adv: str) -> Outputs:
     options = {
         "cispo": {"aggregation": "token-mean"},
         "sapo": {"aggregation": "seq-mean-token-mean"},
         "gspo": {"aggregation": "seq-mean-token-mean"},
+        "luspo": {"aggregation": "seq-mean-token-sum", "clip_low": 0.2, "clip_high": 0.2},
         "grpo": {"aggregation": "seq-mean-token-mean", "clip_high": 0.2},
         "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "clip_high": 0.2},
         "dapo": {"aggregation": "token-mean", "clip_high": 0.28},
     }.get(how, {"aggregation": "token-mean", "clip_high": 0.2})
-    name = how if how in ("cispo", "sapo", "gspo") else "ppo_clip"
+    name = {"cispo": "cispo", "sapo": "sapo", "gspo": "gspo", "luspo": "gspo"}.get(how, "ppo_clip")
     if name == "ppo_clip":
-        options["dual_clip"] = None
+        options["dual_clip"] = 2.0 if how == "delta" else None
     if how == "tis":
         options["weights_T"] = case.flat("is_weights")
     if how == "opsm":
@@ -153,18 +154,18 @@ def trl_loss(case: Case, how: str, adv: str) -> Outputs:
         old = case.flat("old_log_prob")
         options["weights_T"] = CORRECTIONS["opsm"](old, old, case.mask, case.cu_seqlens, delta=0.01, **logprobs)
     done = policy_loss(case, name, advantages=f"adv_{adv}", **options)
-    if how == "beta":
-        logprobs_T = case.flat("log_prob").requires_grad_()
-        kl = AGGREGATIONS["token-mean"](KL["k3"](logprobs_T, case.flat("ref_log_prob")), case.mask, case.cu_seqlens)
-        kl.backward()
-        done = {
-            "loss": done["loss"] + 0.04 * kl.detach(),
-            "grad_log_prob": done["grad_log_prob"] + 0.04 * torch.where(case.mask, logprobs_T.grad, 0),
-        }
-    return done
+    return plus_kl(case, done, "k3", coef=0.04) if how == "beta" else done
 
 
-@rule(r"nemo\.loss\.(?P<how>grpo|seq|gspo|dual|cispo|reinforce|onpolicy|tis|icepop|seqmask)\.(?P<adv>grpo|rfpp)")
+def plus_kl(case: Case, done: Outputs, estimator: str, *, coef: float) -> Outputs:
+    logprobs_T = case.flat("log_prob").requires_grad_()
+    clean_T = torch.where(case.mask, logprobs_T, 0), torch.where(case.mask, case.flat("ref_log_prob"), 0)
+    kl = AGGREGATIONS["token-mean"](KL[estimator](*clean_T), case.mask, case.cu_seqlens)
+    kl.backward()
+    return {"loss": done["loss"] + coef * kl.detach(), "grad_log_prob": done["grad_log_prob"] + coef * logprobs_T.grad}
+
+
+@rule(r"nemo\.loss\.(?P<how>grpo|seq|gspo|dual|cispo|reinforce|onpolicy|tis|icepop|seqmask|kl)\.(?P<adv>grpo|rfpp)")
 def nemo_loss(case: Case, how: str, adv: str) -> Outputs:
     name = {"gspo": "gspo", "cispo": "cispo", "reinforce": "reinforce", "onpolicy": "reinforce"}.get(how, "ppo_clip")
     options = {"ppo_clip": {"clip_high": 0.2, "dual_clip": 3.0 if how == "dual" else None}}.get(name, {})
@@ -180,7 +181,27 @@ def nemo_loss(case: Case, how: str, adv: str) -> Outputs:
         options["weights_T"] = weight_T * CORRECTIONS["seq_mask"](*gap, low=0.97, high=1.03)
     aggregation = "seq-mean-token-mean" if how in ("seq", "gspo") else "token-mean"
     done = policy_loss(case, name, aggregation=aggregation, advantages=f"adv_{adv}", **options)
+    if how == "kl":  # the peer's k3 carries the score function, which makes its gradient that of k2
+        return plus_kl(case, done, "k3+", coef=0.01)
     return {"grad_log_prob": done["grad_log_prob"]} if how == "onpolicy" else done
+
+
+@rule(r"areal\.loss\.(?P<how>ppo|clip_higher|dual|gspo)\.(?P<adv>grpo|rfpp)")
+def areal_loss(case: Case, how: str, adv: str) -> Outputs:
+    options = {
+        "clip_higher": {"clip_high": 0.28, "dual_clip": None},
+        "dual": {"clip_high": 0.2, "dual_clip": 3.0},
+        "gspo": {"clip_low": 0.2, "clip_high": 0.2},
+    }.get(how, {"clip_high": 0.2, "dual_clip": None})
+    name = "gspo" if how == "gspo" else "ppo_clip"
+    return policy_loss(case, name, aggregation="token-mean", advantages=f"adv_{adv}", **options)
+
+
+@rule(r"verl\.loss\.bypass\.grpo\.(?P<name>ppo_clip|reinforce)\.None\.None")
+def verl_bypass(case: Case, name: str) -> Outputs:
+    """The caller gives the sampler's log-probs as the old ones: the ratio already holds the whole gap."""
+    options = {"clip_high": 0.2, "dual_clip": 3.0} if name == "ppo_clip" else {}
+    return policy_loss(case, name, aggregation="token-mean", **options)
 
 
 # --- aggregations, value loss, KL, corrections ----------------------------------------------------------------------
@@ -227,14 +248,14 @@ def other_value(case: Case) -> Outputs:
     return {"loss": done["loss"], "grad_v": done["grad_vpreds"]}
 
 
-@rule(r"(?P<peer>verl|openrlhf|slime)\.kl\.(?P<name>kl|k1|abs|mse|k2|k2\+|low_var_kl|k3|k3\+|low_var_kl\+)")
-def kl(case: Case, peer: str, name: str) -> Outputs:
+@rule(
+    r"(?P<peer>verl|openrlhf|slime|nemo)\.kl(?P<form>|_sf)\.(?P<name>kl|k1|abs|mse|k2|k2\+|low_var_kl|k3|k3\+|low_var_kl\+)"
+)
+def kl(case: Case, peer: str, form: str, name: str) -> Outputs:
     ours = {"kl": "k1", "mse": "k2", "k2+": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}.get(name, name)
-    limit = (
-        {}
-        if peer == "openrlhf" or ours not in ("k3", "k3+") or (peer, name) == ("slime", "k3")
-        else {"value_clamp": 10.0}
-    )
+    if form:  # with the score function the gradient of k3 is that of k2
+        ours = {"k3": "k3+"}.get(ours, ours)
+    limit = {"value_clamp": 10.0} if ours in ("k3", "k3+") and (peer, name) != ("slime", "k3") else {}
     logprobs_T = case.flat("log_prob").requires_grad_()
     value_T = KL[ours](*(torch.where(case.mask, x_T, 0) for x_T in (logprobs_T, case.flat("ref_log_prob"))), **limit)
     value_T.sum().backward()

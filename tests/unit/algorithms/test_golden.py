@@ -19,60 +19,43 @@ from safetensors.torch import load_file
 
 from megarl.algorithms import Stats, whiten, whiten_stats
 
-# --- what is left out, and why (entry, case, reason): the first match counts ---------------------------------------
-
-LEFT_OUT = [
-    (r"verl\.adv\.(grpo_passk|gdpo|optimal_token_baseline|tir_optimal).*", ".*", "no such estimator of ours"),
-    (r"trl\.adv\.gdpo", ".*", "no such estimator of ours"),
-    (r"(slime\.gae|roll\.gae).*", "multiturn|process|reward_on_hole|masked_row", "the peer ignores the mask"),
-    (r"(slime|roll)\.gae.*", ".*", "the peer walks through padding"),
-    (r"roll\.reinforce_return", ".*", "the peer pays gamma on every position"),
-    (r"nemo\.adv\.reinforce_plus_plus.*|slime\.adv\.reinforce_plus_plus_baseline", ".*", "KL per token, not summed"),
-    (r"slime\.returns\.reinforce_plus_plus\.g0.99", ".*", "the peer pays gamma on holes"),
-    (r"openrlhf\.adv\.gae\.g0.99.*", ".*", "the peer walks through holes"),
-    (r"openrlhf\.adv\..*clip0.5.*", ".*", "the peer clips after the baseline"),
-    (r"openrlhf\.adv\.(?!rloo|dr_grpo).*nostd0", ".*", "the peer's variance is biased"),
-    (r"openrlhf\.adv\.reinforce\.g0.99.*", ".*", "the peer pays gamma on holes"),
-    (
-        r"verl\.adv\.(grpo|rloo|gpg|opo|reinforce_plus_plus_baseline).*",
-        "masked_row",
-        "the empty row counts in the group",
-    ),
-    (r"(trl|nemo|roll)\.(adv|reward).*", "masked_row", "the empty row counts in the group"),
-    (r"openrlhf\.adv.*", "masked_row", "the peer puts the reward of an empty row on its last column"),
-    (r"verl\.loss\.(dppo|dro|bypass).*", ".*", "no such loss of ours"),
-    (r"trl\.loss\.(vespo|luspo|beta_bc|rloo|delta|bnpo)\b.*", ".*", "no such loss of ours"),
-    (r".*\.loss\.gspo\.rfpp.*", ".*", "advantages that differ within a row, which gspo refuses"),
-    (r"verl\.loss\.geo_mean.*", "masked_row", "the empty row counts"),
-    (r"verl\.loss\.geo_mean\.grpo\.is", ".*", "weights by the geometric mean"),
-    (r"verl\.rc\.is\.sequence\.0\.5.*", ".*", "rejection by other statistics, or shrinking the denominator"),
-    (r"trl\.loss\.(grpo|dr_grpo|sapo|gspo)\.grpo", "masked_row", "the empty row counts"),
-    (
-        r"(trl|nemo)\.loss.*|openrlhf\.kl.*|slime\.kl\.k3",
-        "extreme",
-        "the peer does not limit the log-ratio, or limits every value",
-    ),
-    (r"verl\.loss\.(clip|kl)_cov.*", "extreme", "the peer does not limit the log-ratio, or limits every value"),
-    (r"roll\.reward_norm.*", "singletons", "NaN for a group of one"),
-    (r"openrlhf\.adv\.(rloo|group_norm).*", "singletons|mixed_groups", "NaN for a group of one"),
-    (r"trl\.adv\.rloo\.n1.*", ".*", "no such estimator of ours"),
-    (r"nemo\.loss\.kl.*", ".*", "the score-function form of k3"),
-    (r"areal\.loss.*", ".*", "decoupled: multiplies by an uncapped behaviour weight"),
-    (r"roll\.agg.*", ".*", "numerator not masked, or not divided by the batch"),
-    (r"verl\.rc\.rs.*", ".*", "rejection by other statistics, or shrinking the denominator"),
-    (r"verl\.rc\.is.*bn1", ".*", "weights normalised by the batch"),
-    (r"openrlhf\.compute_reward.*", ".*", "done by collate and the objective"),
-    (
-        r"(verl\.kl\.k1\+|verl\.kl\.abs\+|nemo\.kl.*|openrlhf\.kl\.k3|slime\.kl\.unbiased_k3)",
+# Reason -> (entries, cases), the first match counts.
+LEFT_OUT = {
+    "no such estimator of ours": (r"verl\.adv\.(grpo_passk|gdpo|(tir_)?optimal).*|trl\.adv\.(gdpo|rloo\.n1.*)", ".*"),
+    "no such loss of ours": (r"verl\.loss\.(dppo|dro).*|trl\.loss\.(vespo|beta_bc|rloo)\b.*", ".*"),
+    "no such KL of ours": (r"verl\.kl\.(k1|abs)\+|nemo\.kl_sf\.k[12]|slime\.kl\.unbiased_k3", ".*"),
+    "corrects by the policy being trained": (r"verl\.loss\.bypass\.(?!grpo\.(ppo_clip|reinforce)\.None\.None).*", ".*"),
+    "rejects by other statistics": (r"verl\.rc\.(rs\.|is\.sequence\.0\.5).*", ".*"),
+    "weights normalised by the batch, or by a geometric mean": (r"verl\.(rc\.is.*bn1|loss\.geo_mean\.grpo\.is)", ".*"),
+    "advantages that differ within a row, which gspo refuses": (r".*\.loss\.gspo\.rfpp.*", ".*"),
+    "KL per token, not summed": (r"nemo\.adv\.reinforce_plus_plus.*|slime\.adv\..*", ".*"),
+    "the peer clips after the baseline": (r"openrlhf\.adv\..*clip0.5.*", ".*"),
+    "the peer walks through holes or padding": (
+        r"(slime|roll)\.gae.*|roll\.reinforce.*|slime\.returns.*g0.99|openrlhf\.adv\..*g0.99.*",
         ".*",
-        "no such estimator of ours",
     ),
-]
+    "the peer's sum is not masked, or not divided by the batch": (r"roll\.agg.*", ".*"),
+    "the empty row counts": (
+        r"verl\.(adv\.(grpo|rloo|gpg|opo|reinforce_plus_plus_baseline)|loss\.geo_mean).*"
+        r"|(trl|nemo|roll|openrlhf)\.(adv|reward).*|trl\.loss\.(grpo|dr_grpo|sapo|gspo|luspo)\.grpo",
+        "masked_row",
+    ),
+    "the peer does not limit the log-ratio, or limits every value": (
+        r"(trl|nemo|areal)\.loss.*|(openrlhf|nemo)\.(kl|adv).*|slime\.kl\.k3|verl\.loss\.(clip|kl)_cov.*",
+        "extreme",
+    ),
+    "the peer's KL gradient ends where its value does": (r"nemo\.(kl_sf\.k3|loss\.kl.*)", "mixed_groups"),
+    "no variance but rounding: whether 1e-8 is added or a floor shows": (
+        r"openrlhf\.adv\.reinforce_baseline.*nostd0",
+        "singletons",
+    ),
+    "NaN for a group of one": (r"openrlhf\.adv\.(rloo|group_norm).*|roll\.reward_norm.*", "singletons"),
+}
 
 
 def reason_left_out(entry_id: str, case: str) -> str | None:
-    for entry, cases, reason in LEFT_OUT:
-        if re.fullmatch(entry, entry_id) and re.fullmatch(cases, case):
+    for reason, (entries_left_out, cases) in LEFT_OUT.items():
+        if re.fullmatch(entries_left_out, entry_id) and re.fullmatch(cases, case):
             return reason
     return None
 
@@ -104,9 +87,10 @@ def differences(case: Case, entry_id: str, ours: Outputs) -> list[str]:
 
 
 def entries(name: str, dtype: str) -> Iterator[tuple[str, str | None]]:
-    """(entry, why it is left out or None) of a case; entries on which the peer itself fails are not counted."""
+    """(entry, why it is left out or None) of a case; entries on which the peer itself fails are not counted, nor
+    those that only place a reward, which is collate's work."""
     for entry in load_case(name, dtype).entries:
-        if dtype not in (entry.get("raises") or {}):
+        if dtype not in (entry.get("raises") or {}) and "compute_reward" not in entry["id"]:
             yield entry["id"], reason_left_out(entry["id"], name)
 
 
@@ -136,7 +120,7 @@ def test_how_many_are_compared(capsys: pytest.CaptureFixture[str]):
         print(f"\ngolden entries: {num_compared} of {len(listed)} compared; left out:")
         for reason, count in reasons.most_common():
             print(f"  {count:4} {reason}")
-    assert num_compared >= 0.65 * len(listed)
+    assert num_compared >= 0.7 * len(listed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

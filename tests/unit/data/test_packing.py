@@ -71,6 +71,11 @@ def test_ranks_are_evenly_loaded():
             assert max(loads) < 1.03 * min(loads)
 
 
+def test_the_fullest_microbatch_goes_to_the_least_loaded_rank():
+    plan = plan_rows([10, 8, 6, 4], dp=2, updates=1, max_tokens=10)
+    assert plan == ((((0,), (3,)), ((1,), (2,))),)  # 14 tokens each
+
+
 def test_efficiency_is_real_over_held():
     batch = batch_of(sample(".xxx"), sample(".x"))  # 4 and 2 tokens on two ranks
     plan = plan_microbatches(batch, Layout.of(Parallel(), 2, 0), Train(max_tokens_per_microbatch=8))
