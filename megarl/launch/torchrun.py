@@ -34,6 +34,7 @@ __all__ = ["launch"]
 
 GRACE_S = 3.0  # for peers of a failed rank to fail by themselves, so that their records say why
 KILL_AFTER_S = 4.0  # from a polite end to a kill
+ANSWER_S = 1.0  # for a rank left behind to write where it is
 POLL_S = 0.05
 
 
@@ -155,8 +156,7 @@ class _Ranks:
         while time.monotonic() < deadline and not stopped() and any(p.poll() is None for p in self.processes):
             time.sleep(POLL_S)
         self.left_running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
-        for rank in self.left_running:  # their logs then show what they waited for (faulthandler)
-            self.processes[rank].send_signal(signal.SIGUSR1)
+        self._ask_where()
         rank, status = next(iter(first.items()))
         if status < 0:  # killed from outside: the peers' records are only echoes of it
             name = signal.Signals(-status).name
@@ -168,6 +168,18 @@ class _Ranks:
         return Failure(
             rank, status if status in (outcome.USER, outcome.REFUSED) else outcome.DEFECT, text, "", time.time()
         )
+
+    def _ask_where(self) -> None:
+        """Have ranks that still run write where they are to their logs (faulthandler), before they are ended."""
+        logs = [self.folder / "logs" / f"rank_{rank}.log" for rank in self.left_running]
+        sizes = [log.stat().st_size for log in logs]
+        for rank in self.left_running:
+            self.processes[rank].send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline and any(
+            log.stat().st_size == size for log, size in zip(logs, sizes, strict=True)
+        ):
+            time.sleep(POLL_S)
 
     def end(self) -> None:
         """No child of ours, or child of theirs, outlives this."""

@@ -27,7 +27,8 @@ def run(config, env) -> None:
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
     (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {os.environ['OMP_NUM_THREADS']}")
-    wait_for(folder / f"up_{env.world_size - 1}")
+    for peer in range(env.world_size):
+        wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
         from megarl.config.model import read_model
 
