@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +19,8 @@ def main(folder: Path, job: str) -> None:
     launch = Launch(folder / job, "qwen3", 2, job)
     launch.connect(TP2).publish(version=0)
     drawn = None
-    while not (folder / "stop").exists():
+    deadline = time.monotonic() + 600  # nobody may be left to say stop
+    while not (folder / "stop").exists() and time.monotonic() < deadline:
         now = [(sample.tokens.tolist(), sample.rollout_logprobs.tolist()) for sample in launch.sample(0)]
         assert drawn in (None, now), "another job's activations came through"
         if drawn is None:
