@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import Rows
+from megarl.algorithms.segments import Rows, clean
 
 __all__ = ["reward_to_go", "td_lambda"]
 
@@ -44,7 +45,9 @@ class _FromEnd:
 
 
 def reward_to_go(rewards_T: Tensor, rows: Rows, *, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_next(t), where next(t) is the next True position of the row."""
+    """G_t = r_t + gamma G_next(t), where next(t) is the next True position of the row. `rewards_T` is clean."""
+    if gamma == 1.0:
+        return clean(_sums_to_end(rewards_T, rows), rows.mask_T)
     slots = _FromEnd.of(rows)
     return slots.pick(_running_sum(slots.lay(rewards_T), gamma))
 
@@ -55,6 +58,15 @@ def td_lambda(rewards_T: Tensor, values_T: Tensor, rows: Rows, *, gamma: float, 
     values_NL = slots.lay(values_T)
     next_NL = torch.nn.functional.pad(values_NL[:, :-1], (1, 0))
     return slots.pick(_running_sum(slots.lay(rewards_T) + gamma * next_NL - values_NL, gamma * lam))
+
+
+def _sums_to_end(x_T: Tensor, rows: Rows) -> Tensor:
+    """Undiscounted, so holes add nothing and need not be skipped: one running sum a row, read backwards. numpy does
+    this in place and several times faster than any layout of the rows in a rectangle."""
+    x, sums = x_T.detach().cpu().numpy(), np.empty(x_T.numel())
+    for start, end in pairwise(rows.cu_seqlens.tolist()):
+        np.cumsum(x[start:end][::-1], out=sums[start:end][::-1])
+    return torch.from_numpy(sums).to(x_T)
 
 
 def _running_sum(x_NL: Tensor, decay: float) -> Tensor:

@@ -24,6 +24,7 @@ class Rows:
     """Which row each position belongs to, and which positions count."""
 
     mask_T: Tensor  # [T] bool
+    cu_seqlens: Tensor  # [N + 1]
     row_T: Tensor  # [T] int64
     num_tokens_N: Tensor  # [N] int64: True positions of each row
 
@@ -33,8 +34,8 @@ class Rows:
         lengths_N = cu_seqlens.diff().long()
         rows_N = torch.arange(lengths_N.numel(), device=mask_T.device)
         row_T = torch.repeat_interleave(rows_N, lengths_N.to(mask_T.device), output_size=mask_T.numel())
-        num_tokens_N = torch.zeros_like(rows_N).index_add_(0, row_T, mask_T.long())
-        return cls(mask_T, row_T, num_tokens_N)
+        until_T = torch.nn.functional.pad(mask_T.cumsum(0), (1, 0))
+        return cls(mask_T, cu_seqlens, row_T, until_T[cu_seqlens.long()].diff())
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[N]: the sum of each row of `x_T`, which is clean."""

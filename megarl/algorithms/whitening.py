@@ -38,7 +38,7 @@ class Stats:
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
     """Statistics of `x_T` over the True positions: two passes in fp64."""
-    x_K = x_T[mask_T.bool()].double()
+    x_K = torch.masked_select(x_T, mask_T.bool()).double()
     if x_K.numel() == 0:
         return Stats(0, 0.0, 0.0)
     variance, mean = torch.var_mean(x_K, correction=0)
