@@ -5,7 +5,7 @@ Each tuple equals the keys of the dict of the same name in `megarl.algorithms`; 
 
 from __future__ import annotations
 
-__all__ = ["ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES"]
+__all__ = ["ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "NOT_IN_THE_LOOP"]
 
 ADVANTAGES = (
     "reinforce",
@@ -30,4 +30,10 @@ AGGREGATIONS = (
     "prompt-mean",
 )
 CORRECTIONS = ("none", "tis", "seq_tis", "icepop", "seq_mask", "opsm")
-GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo")  # zero for a group of one
+GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one
+NOT_IN_THE_LOOP = {  # a function of megarl.algorithms for which the loop does not yet make what it needs
+    "gae": "a critic's values",
+    "remax": "a greedy sample a prompt",
+    "clip_cov": "a selection of tokens over the batch",
+    "kl_cov": "a selection of tokens over the batch",
+}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model, read_model
-from megarl.config.names import ADVANTAGES, AGGREGATIONS, CORRECTIONS, GROUP_ADVANTAGES, LOSSES
+from megarl.config.names import ADVANTAGES, AGGREGATIONS, CORRECTIONS, GROUP_ADVANTAGES, LOSSES, NOT_IN_THE_LOOP
 from megarl.config.schema import Config
 from megarl.layout import Layout, smallest_world
 from megarl.platform.env import Env, count_gpus
@@ -162,6 +162,8 @@ def _check_algorithm(config: Config) -> None:
     ):
         if (name := getattr(algorithm, key)) not in known:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; there are: {', '.join(known)}")
+        if name in NOT_IN_THE_LOOP:
+            raise ValueError(f"algorithm.{key}={name} needs {NOT_IN_THE_LOOP[name]}, which this version does not make")
     if config.stage != "rl":
         return
     if config.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:

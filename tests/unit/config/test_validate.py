@@ -118,3 +118,9 @@ def test_names_are_those_of_the_maths() -> None:
     assert set(names.LOSSES) == set(LOSSES)
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
     assert set(names.CORRECTIONS) == set(CORRECTIONS)
+
+
+@pytest.mark.parametrize(("key", "name"), [("advantage", "gae"), ("advantage", "remax"), ("loss", "kl_cov")])
+def test_what_the_loop_cannot_feed_is_refused(key: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"algorithm.{key}={name} needs"):
+        check_config(made({"algorithm": {key: name}}), ALONE)
