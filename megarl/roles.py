@@ -101,9 +101,9 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """Saves after `step` rollout batches, when it is time to."""
+    """Saves after `step` rollout batches, when it is time to; `last`: there will be no further step."""
 
-    def maybe_save(self, step: int, state: ObjectiveState) -> None: ...
+    def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
 
 
 class Evaluation(Protocol):

@@ -27,13 +27,12 @@ from megarl.config.model import ModelShape
 from megarl.config.schema import Config
 from megarl.data.packing import plan_rows
 from megarl.layout import Layout
+from megarl.platform.device import DTYPES
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
 from megarl.weights.mapping import Box
 from megarl.weights.models import megatron_boxes
 
-__all__ = ["DTYPES", "Actor"]
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+__all__ = ["Actor"]
 
 
 @dataclass

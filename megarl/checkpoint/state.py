@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,23 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megarl.actor.actor import Actor
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Trained"]
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that every layout can read
+
+
+class Trained(Protocol):
+    """What of an actor is saved (megarl.actor.Actor has it)."""
+
+    @property
+    def model(self) -> Sequence[Any]: ...  # Megatron's DistributedDataParallel of each chunk of this stage
+    @property
+    def optimizer(self) -> MegatronOptimizer: ...
+    @property
+    def scheduler(self) -> Any: ...  # state_dict, load_state_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        actor: Actor,
+        actor: Trained,
         prompts: Prompts,
         state: ObjectiveState,
         *,
@@ -106,7 +116,7 @@ class Checkpoints:
         source = self._find(resume)
         if source is None:
             return 0, self._now.state
-        loaded = dist_checkpointing.load(self._sharded(loading=True), str(source))
+        loaded: Any = dist_checkpointing.load(self._sharded(loading=True), str(source))
         self._actor.model[0].module.load_state_dict(loaded["model"])
         _load_optimizer(self._actor.optimizer, loaded["optimizer"])
         kept = loaded["run"]

@@ -32,7 +32,7 @@ class Create(Section):
 
     family: Literal["qwen2", "qwen3", "qwen3_moe", "llama"] = "qwen3"
     layers: PositiveInt = 2
-    hidden: PositiveInt = 64
+    hidden: PositiveInt = 128
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
     head_dim: PositiveInt | None = None  # None: hidden / heads

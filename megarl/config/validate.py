@@ -22,6 +22,9 @@ from megarl.platform.env import Env, count_gpus
 __all__ = ["Job", "check_config", "model_shape"]
 
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a config comes to on this machine."""
@@ -43,6 +46,8 @@ def check_config(config: Config, env: Env) -> Job:
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
     _check_model(config, shape)
+    if not gpus and config.stage == "rl":
+        _check_cpu_engine(shape)
     _check_world(config, world, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
@@ -84,6 +89,8 @@ def _check_not_yet(config: Config) -> None:
         ("parallel.context", config.parallel.context, 1),
         ("parallel.virtual_pipeline", config.parallel.virtual_pipeline, 1),
         ("rollout.max_staleness", config.rollout.max_staleness, 0),
+        ("moe.aux_loss", config.moe.aux_loss, 0.0),
+        ("moe.dispatcher", config.moe.dispatcher, "alltoall"),
         ("telemetry.tensorboard", config.telemetry.tensorboard, False),
         ("telemetry.wandb", config.telemetry.wandb, None),
     )
@@ -130,10 +137,14 @@ def _check_model(config: Config, shape: ModelShape) -> None:
                 raise ValueError(f"parallel.{key}={size}, but the model ({shape.family}) has no experts; set it to 1")
         _divides("intermediate", shape.intermediate, "parallel.tensor", sizes.tensor)
         _divides("intermediate", shape.intermediate, "rollout.tensor", engine)
-    if config.moe.dispatcher != "alltoall" and sizes.pipeline > 1:
+
+
+def _check_cpu_engine(shape: ModelShape) -> None:
+    """vLLM notices this itself, at its first forward pass."""
+    if shape.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(
-            f"moe.dispatcher={config.moe.dispatcher} cannot carry packed rows through pipeline={sizes.pipeline}; "
-            "use alltoall"
+            f"head_dim={shape.head_dim}, and vLLM's attention on CPU takes {', '.join(map(str, CPU_HEAD_DIMS))} only; "
+            "choose one of these for model.create.head_dim, or run on a GPU"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.actor.actor import DTYPES, Actor
+from megarl.actor.actor import Actor
 from megarl.algorithms.objective import initial_state
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.state import Checkpoints
@@ -32,7 +32,7 @@ from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_r
 from megarl.launch.phases import TimedPhases
 from megarl.launch.recorded import RecordedActor, RecordedRewards, RecordedRollouts, RecordedWeights, Span
 from megarl.layout import Axis, Layout
-from megarl.platform.device import Device, pick_device
+from megarl.platform.device import DTYPES, Device, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.engine import Engine, EngineSpec
@@ -48,7 +48,7 @@ from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
 
-__all__ = ["evaluate", "run"]
+__all__ = ["Parts", "evaluate", "run", "run_rl"]
 
 
 def run(config: Config, env: Env) -> None:
@@ -73,7 +73,7 @@ def _table(result: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What every stage needs, made once."""
 
     config: Config
@@ -83,6 +83,15 @@ class _Parts:
     shape: ModelShape
     tokenizer: Tokenizer
     transport: Transport
+
+    @classmethod
+    def of(cls, config: Config, env: Env, device: Device) -> Parts:
+        """torch.distributed must be initialised."""
+        assert config.model.path is not None, "the launcher made the model"
+        layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
+        transport = Collective() if env.world_size > 1 else InProcess()
+        shape, tokenizer = read_model(config.model.path), load_tokenizer(config.model.path)
+        return cls(config, env, device, layout, shape, tokenizer, transport)
 
     @property
     def model_folder(self) -> str:
@@ -208,15 +217,11 @@ class _Parts:
 
 
 @contextmanager
-def _world(config: Config, env: Env) -> Iterator[_Parts]:
+def _world(config: Config, env: Env) -> Iterator[Parts]:
     """torch.distributed up, and down again when all went well: after a failure peers may be gone."""
     device = pick_device(env.local_rank)
     _init_process_group(config, env, device)
-    layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
-    assert config.model.path is not None, "the launcher made the model"
-    transport = Collective() if env.world_size > 1 else InProcess()
-    shape, tokenizer = read_model(config.model.path), load_tokenizer(config.model.path)
-    yield _Parts(config, env, device, layout, shape, tokenizer, transport)
+    yield Parts.of(config, env, device)
     dist.destroy_process_group()
 
 
@@ -226,10 +231,11 @@ def _init_process_group(config: Config, env: Env, device: Device) -> None:
     if env.in_torchrun:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _run_sft(parts: _Parts) -> None:
+def _run_sft(parts: Parts) -> None:
     # the loss is fixed by the stage; whatever the algorithm section says is about RL
     algorithm = Algorithm(advantage="none", loss="sft", aggregation="token-mean", correction="none")
     parts = replace(parts, config=parts.config.model_copy(update={"algorithm": algorithm}))
@@ -254,9 +260,13 @@ def _run_sft(parts: _Parts) -> None:
     parts.export(actor)
 
 
-def _run_rl(parts: _Parts) -> None:
+def _run_rl(parts: Parts) -> None:
+    parts.export(run_rl(parts, parts.engine()))
+
+
+def run_rl(parts: Parts, engine: Engine) -> Actor:
+    """The loop from start, or from a checkpoint, to the last step; the trained actor."""
     config = parts.config
-    engine = parts.engine()
     actor, prompts = parts.actor(), parts.prompts()
     checkpoint = parts.checkpoints(actor, prompts)
     start, state = checkpoint.restore(config.checkpoint.resume)
@@ -282,4 +292,4 @@ def _run_rl(parts: _Parts) -> None:
         except CheckFailed:  # raised on every rank alike: what was learnt so far is kept
             checkpoint.save()
             raise
-    parts.export(actor)
+    return actor

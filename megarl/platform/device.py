@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Device", "pick_device"]
+__all__ = ["DTYPES", "Device", "pick_device"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import Config
+from megarl.platform.device import DTYPES
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Request
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineSpec"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from megarl.checkpoint.hf import export_hf
 from megarl.config.model import read_model
 from megarl.config.schema import Create
-from megarl.layout import Layout, Parallel
 from megarl.launch.create import create_model
+from megarl.layout import Layout, Parallel
 from megarl.types import CheckFailed
 from megarl.weights.models import hf_shapes, megatron_boxes
 from megarl.weights.transports.inprocess import InProcess

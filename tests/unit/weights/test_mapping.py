@@ -26,14 +26,29 @@ SPARSE = [
 ]
 
 
-@pytest.fixture(scope="module", params=[(f, t) for f in FAMILIES for t in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module", params=[(f, t) for f in FAMILIES for t in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
 def saved(request, tmp_path_factory):
     """A random transformers model on disk."""
     family, tied = request.param
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16) if family == "qwen3_moe" else {}
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 32,
+    }
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family == "qwen3_moe" else {}
     config = AutoConfig.for_model(
-        family, **sizes, **moe, intermediate_size=48, vocab_size=67, tie_word_embeddings=tied, pad_token_id=0
+        family,
+        **sizes,
+        **moe,
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=67,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
     )
     folder = tmp_path_factory.mktemp(family)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

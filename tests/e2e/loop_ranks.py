@@ -1,0 +1,88 @@
+"""One rank of four: the whole loop with real engines, in many layouts and two objectives; engines are kept.
+
+python loop_ranks.py FOLDER     metrics go to FOLDER/<case>/metrics.jsonl, replicas that differ to FOLDER/replicas.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.config.load import load_config
+from megarl.launch import colocated
+from megarl.launch.create import materialize_model
+from megarl.platform.device import pick_device
+from megarl.platform.env import Env
+from megarl.weights.digest import digest
+
+ROOT = Path(__file__).resolve().parents[2]
+DENSE = {
+    "dp4": "",
+    "tp2": "parallel.tensor=2",
+    "pp2": "parallel.pipeline=2",
+    "tp2_pp2": "parallel.tensor=2 parallel.pipeline=2",
+    "engine_tp2": "parallel.tensor=2 rollout.tensor=2",
+}
+MOE = {
+    "dp4": "",
+    "ep2": "parallel.expert=2",
+    "tp2": "parallel.tensor=2",
+    "tp2_etp2": "parallel.tensor=2 parallel.expert_tensor=2",
+    "tp2_ep2": "parallel.tensor=2 parallel.expert=2",
+    "pp2_ep2": "parallel.pipeline=2 parallel.expert=2",
+}
+REINFORCE_PP = "algorithm.preset=reinforce_pp"
+# the engines change least often: their start is what costs
+CASES = [
+    *(("tiny_dense", name, layout) for name, layout in DENSE.items() if name != "engine_tp2"),
+    *(("tiny_dense", f"{name}-rpp", f"{DENSE[name]} {REINFORCE_PP}") for name in ("dp4", "tp2_pp2")),
+    ("tiny_dense", "engine_tp2", DENSE["engine_tp2"]),
+    *(("tiny_moe", name, layout) for name, layout in MOE.items()),
+    *(("tiny_moe", f"{name}-rpp", f"{MOE[name]} {REINFORCE_PP}") for name in ("dp4", "tp2_ep2")),
+]
+
+
+def main(folder: Path) -> None:
+    env = Env.read()
+    dist.init_process_group("gloo")
+    device = pick_device(env.local_rank)
+    kept, engine = None, None
+    differ: dict[str, list[str]] = {}
+    for name, case, overrides in CASES:
+        common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=4", "train.steps=2"]
+        config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
+        parts = colocated.Parts.of(config, env, device)
+        if (name, config.rollout.tensor) != kept:
+            if engine is not None:
+                engine.close()
+            engine = parts.engine()
+            kept = (name, config.rollout.tensor)
+        assert engine is not None
+        actor = colocated.run_rl(parts, engine)
+        differ[f"{name}-{case}"] = replicas_that_differ(actor)
+    if env.is_main:
+        (folder / "replicas.json").write_text(json.dumps(differ))
+    dist.barrier()
+
+
+def replicas_that_differ(actor) -> list[str]:
+    """Rectangles of HF tensors whose bits are not the same on all ranks that hold them."""
+    held, found = actor.parameters_by_name(), {}
+    for box in actor.boxes_of_ranks()[dist.get_rank()]:
+        tensor = held[box.param].detach()
+        part = tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset)
+        found[f"{box.name} {box.start} {box.shape}"] = int(digest(part.contiguous().flatten()))
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    seen: dict[str, set[int]] = {}
+    for rank in everywhere:
+        for name, value in rank.items():
+            seen.setdefault(name, set()).add(value)
+    return sorted(name for name, values in seen.items() if len(values) > 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

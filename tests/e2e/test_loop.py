@@ -1,0 +1,103 @@
+"""The whole loop, real Megatron-Core and real vLLM: every layout says the same, and a refusal is said once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.platform.env import child_env
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "dist"))
+from start_ranks import run_ranks  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(folder: Path, config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.cli", "train", f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks, every case one after the other; and the same on one rank, by the command line."""
+    folder = tmp_path_factory.mktemp("loop")
+    run_ranks(HERE / "loop_ranks.py", 4, str(folder), timeout_s=540)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["tiny_dense", "tiny_moe"])
+@pytest.mark.parametrize("objective", ["", "-rpp"])
+def test_layouts_agree(runs: Path, model: str, objective: str) -> None:
+    names = [f.name for f in runs.glob(f"{model}-*") if f.name.endswith("-rpp") == bool(objective)]
+    assert len(names) == {"tiny_dense": 5, "tiny_moe": 6}[model] if not objective else len(names) == 2
+    first = rows(runs / f"{model}-dp4{objective}")
+    assert first[0]["reward/std"] > 0.05 and first[0]["grad_norm"] > 1e-3 and first[0]["length/truncated_frac"] < 1
+    for name in names:
+        here = rows(runs / name)
+        assert here[0]["rollout/digest"] == first[0]["rollout/digest"], name
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            for key in ("loss", "grad_norm"):
+                assert here[step][key] == pytest.approx(first[step][key], rel=tolerance), f"{name} step {step} {key}"
+        assert all(row["weights/verified"] for row in here), name
+        assert max(row["logprob_diff/max"] for row in here) < 1e-4, name
+
+
+def test_replicas_of_a_parameter_stay_bit_equal(runs: Path) -> None:
+    differ = json.loads((runs / "replicas.json").read_text())
+    assert len(differ) == 15 and not any(differ.values()), differ
+
+
+def test_objectives_differ(runs: Path) -> None:
+    """The comparison above would also pass if the preset were ignored."""
+    grpo, rpp = rows(runs / "tiny_dense-dp4"), rows(runs / "tiny_dense-dp4-rpp")
+    assert grpo[0]["rollout/digest"] == rpp[0]["rollout/digest"]
+    assert grpo[0]["grad_norm"] != pytest.approx(rpp[0]["grad_norm"], rel=1e-3)
+    assert rpp[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6) and rpp[1]["kl/ref"] > 1e-6
+
+
+def test_one_rank_by_the_command_line_says_the_same(runs: Path) -> None:
+    done = train(runs, "tiny_dense", "run.name=one", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    one, four = rows(runs / "one"), rows(runs / "tiny_dense-dp4")
+    assert one[0]["rollout/digest"] == four[0]["rollout/digest"]
+    assert one[0]["loss"] == pytest.approx(four[0]["loss"], rel=1e-5)
+    assert one[1]["grad_norm"] == pytest.approx(four[1]["grad_norm"], rel=1e-3)
+
+
+def test_a_bound_that_cannot_be_met_stops_with_3_and_says_what_it_saw(tmp_path: Path) -> None:
+    done = train(tmp_path, "tiny_dense", "run.name=refused", "checks.max_logprob_diff=1e-9", "checkpoint.every=1")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("\n") == 1 and "1e-09" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "refused" / "exit.json").read_text())["code"] == 3
+
+
+def test_a_reward_that_fails_on_some_samples_does_not_stop_the_run(tmp_path: Path) -> None:
+    (tmp_path / "fussy.py").write_text(
+        "def reward(tokens):\n"
+        "    if tokens[0] % 7 == 0: raise RuntimeError('seven')\n"
+        "    return float('nan') if tokens[0] % 7 == 1 else tokens[0] / 67\n"
+    )
+    overrides = [f"run.dir={tmp_path}", "run.name=fussy", "rewards=[{name: 'fussy:reward'}]", "train.steps=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "train", "configs/tiny_dense.yaml", *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=child_env(PYTHONPATH=str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    for row in rows(tmp_path / "fussy"):
+        assert row["reward/fussy:reward/error"] > 0 and row["reward/fussy:reward/nan"] > 0
+        assert row["samples/dropped"] == row["reward/fussy:reward/error"] + row["reward/fussy:reward/nan"]
+        assert row["samples/count"] + row["samples/dropped"] == 64
