@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.launch.outcome import DEFECT, DONE, STOPPED, USER, classify
+from megarl.launch.outcome import DEFECT, DONE, STOPPED, USER, Failure, classify, write_exit
+from megarl.platform.env import get_env
 
 __all__ = ["main"]
 
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         if classify(error) != USER:
             raise
-        print(f"megarl: {' '.join(str(error).split())}", file=sys.stderr)
+        if get_env("RANK", "0") == "0":  # once, not once a rank
+            print(f"megarl: {' '.join(str(error).split())}", file=sys.stderr)
         return USER
 
 
@@ -73,7 +76,15 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
 
     env = Env.read()
     config = load_config(path, overrides)
-    job = preflight(config, env, command=command)
+    if command == "eval":  # beside the run of that name, not over it
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
+    try:
+        job = preflight(config, env, command=command)
+        _make(run_dir(config), dry_run=dry_run)
+    except (ValueError, FileNotFoundError) as error:
+        if env.in_torchrun and env.is_main:  # torchrun turns every exit code into 1
+            write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up", time.time()))
+        raise
     if env.is_main:
         for warning in job.warnings:
             print(f"megarl: warning: {warning}", file=sys.stderr)
@@ -88,6 +99,17 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
             _report(run_dir(config))
     return code
+
+
+def _make(folder: Path, *, dry_run: bool) -> None:
+    if dry_run:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be made ({error.strerror}); name a folder you can write to as run.dir"
+        ) from None
 
 
 def _report(folder: Path) -> int:

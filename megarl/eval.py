@@ -36,6 +36,12 @@ class Evaluation:
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
 
+    def forget(self, start: int) -> None:
+        """A run that goes on from `start` steps will measure again what lies behind them."""
+        if self.file is not None and self.file.exists():
+            lines = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] < start]
+            self.file.write_text("".join(f"{line}\n" for line in lines))
+
     def maybe_run(self, step: int) -> dict[str, Any] | None:
         """At the start, every `every` steps and at the end; None when it is not time."""
         due = self.every > 0 and (step == 0 or step % self.every == 0 or step == self.last_step)

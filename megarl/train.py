@@ -55,5 +55,5 @@ def train(run: RlRun) -> None:
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():
                 run.weights.publish(version=step + 1)
-            run.evaluation.maybe_run(step + 1)
             run.telemetry.log(step, groups, report)
+        run.evaluation.maybe_run(step + 1)

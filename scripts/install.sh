@@ -24,7 +24,7 @@ fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
 find_python() { # the first interpreter that runs; a command may exist and still not start one
   local name
   for name in ${MEGARL_PYTHON:-} python3.11 python3.12 python3.13 python3; do
-    if "$name" -c 'import sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+    if "$name" -c 'import ensurepip, sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$name"; return
     fi
   done
@@ -33,14 +33,22 @@ find_python() { # the first interpreter that runs; a command may exist and still
 python=$(find_python) || fail "no Python 3.11 to 3.13 with venv is here" \
   "install python3.11 and python3.11-venv, or set MEGARL_PYTHON to an interpreter"
 
-stamp=".venv/.megarl-$extra$dev"
+stamp=".venv/.megarl" # what is installed: cpu or gpu, with the test tools or not, from which files
 state="$("$python" --version) $(cat pyproject.toml scripts/install.sh | cksum)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
+installed=$(cat "$stamp" 2>/dev/null || true)
+if [ "$installed" = "$extra$dev $state" ] || [ "$installed" = "$extra,dev $state" ]; then
   say ".venv is up to date ($extra$dev)"
   exit 0
 fi
+case "$installed" in
+  "" | "$extra"*) ;;
+  *) say "the CPU and the GPU builds cannot share .venv: making it anew"; rm -rf .venv ;;
+esac
 if [ -d .venv ] && [ "$(.venv/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]; then rm -rf .venv; fi
-[ -d .venv ] || "$python" -m venv .venv || fail "$python cannot make a virtual environment" "install its venv package"
+if [ ! -d .venv ] && ! "$python" -m venv .venv; then
+  rm -rf .venv
+  fail "$python cannot make a virtual environment" "install its venv package (python3-venv)"
+fi
 
 log=".venv/install.log"
 # byte-compiling thousands of modules that are never imported takes longer than installing them
@@ -84,5 +92,5 @@ install_gpu() {
 say "$("$python" --version) -> .venv, for $extra"
 "install_$extra"
 .venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "remove .venv and run this again"
-echo "$state" >"$stamp"
+echo "$extra$dev $state" >"$stamp"
 say "done"

@@ -20,12 +20,16 @@ step() { # step TEXT COMMAND...: says what runs, and on failure what to do
   }
 }
 
-rm -rf runs/quickstart runs/quickstart-sft runs/quickstart-before
-step "accuracy of the untrained model" "$megarl" eval configs/quickstart_sft.yaml run.name=quickstart-before
+# two processes, on two GPUs where there are as many; a single GPU takes one
+one=()
+case " $* " in *" --cpu "*) ;; *) [ "$(nvidia-smi -L 2>/dev/null | wc -l)" != 1 ] || one=(launch.processes=1 parallel.tensor=1) ;; esac
+
+rm -rf runs/quickstart runs/quickstart-sft runs/quickstart-sft-eval
+step "accuracy of the untrained model" "$megarl" eval configs/quickstart_sft.yaml "${one[@]}"
 sft_begin=$SECONDS
-step "SFT: examples, until sampling is right about 40% of the time" "$megarl" train configs/quickstart_sft.yaml
+step "SFT: examples, until sampling is right about 40% of the time" "$megarl" train configs/quickstart_sft.yaml "${one[@]}"
 rl_begin=$SECONDS
-step "GRPO: rewards only" "$megarl" train configs/quickstart.yaml
+step "GRPO: rewards only" "$megarl" train configs/quickstart.yaml "${one[@]}"
 rl_s=$((SECONDS - rl_begin))
 
 .venv/bin/python scripts/quickstart_summary.py --install "$install_s" --sft "$((rl_begin - sft_begin))" --rl "$rl_s"

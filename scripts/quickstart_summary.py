@@ -1,6 +1,6 @@
 """The quickstart's last word: accuracy on problems never trained on, before and after, as a table and summary.json.
 
-runs/quickstart-before/eval.jsonl, runs/quickstart/eval.jsonl (first and last line) -> runs/quickstart/summary.json
+runs/quickstart-sft-eval/eval.jsonl, runs/quickstart/eval.jsonl (first and last line) -> runs/quickstart/summary.json
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
     for part in ("install", "sft", "rl"):
         parser.add_argument(f"--{part}", type=int, required=True, metavar="SECONDS")
     seconds = vars(parser.parse_args())
-    untrained = read(RUNS / "quickstart-before")[-1]
+    untrained = read(RUNS / "quickstart-sft-eval")[-1]
     after_sft, *_, after_rl = read(RUNS / "quickstart")
     stages = {"before_sft": untrained, "after_sft": after_sft, "after_rl": after_rl}
     summary = {figure: {stage: values[figure] for stage, values in stages.items()} for figure in FIGURES}

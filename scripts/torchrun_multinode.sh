@@ -16,8 +16,8 @@ cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. $0 CONFIG [key=value ...]" >&2; exit 2; }
 NPROC="${NPROC:-$(nvidia-smi -L 2>/dev/null | wc -l)}" # ranks a node: one for each GPU
 
-python=python # in the container of docker/Dockerfile; else the repository's own environment
-[ -x .venv/bin/python ] && python=.venv/bin/python
+# the repository's own environment; in the container of docker/Dockerfile say PYTHON=python
+python=${PYTHON:-.venv/bin/python}
 
 exec "$python" -m torch.distributed.run \
   --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$((NPROC > 0 ? NPROC : 1))" \

@@ -60,7 +60,7 @@ class ParityGate:
         )
 
 
-def probe_tokens(vocab: int, *, rows: int = 4, length: int = 16) -> Tensor:
+def probe_tokens(vocab: int, *, rows: int = 4, length: int) -> Tensor:
     """[rows, length] token ids, fixed, from the whole vocabulary."""
     return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(20))
 

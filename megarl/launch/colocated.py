@@ -62,7 +62,9 @@ def evaluate(config: Config, env: Env) -> None:
     with _world(config, env) as parts:
         engine = parts.engine()
         parts.publisher(parts.actor(), engine).publish(version=0)
-        result = parts.evaluation(parts.exchange(engine, Silent().span), every=1).run(0)
+        evaluation = parts.evaluation(parts.exchange(engine, Silent().span), every=1)
+        evaluation.forget(0)
+        result = evaluation.run(0)
         if env.is_main:
             print(_table(result), flush=True)
 
@@ -156,7 +158,7 @@ class Parts:
         """From this actor into the engine, with a probe of both."""
         config, bound = self.config, parity_bound(self.config)
         probe = Probe(
-            probe_tokens(self.shape.vocab),
+            probe_tokens(self.shape.vocab, length=min(16, engine.max_model_len - 1)),
             trainer=lambda tokens_NL: score_rows(actor, tokens_NL),
             engine=engine.score,
             max=bound.max,
@@ -272,6 +274,8 @@ def run_rl(parts: Parts, engine: Engine) -> Actor:
     start, state = checkpoint.restore(config.checkpoint.resume)
     with parts.telemetry(start) as telemetry:
         exchange = parts.exchange(engine, telemetry.span)
+        evaluation = parts.evaluation(exchange, every=config.eval.every)
+        evaluation.forget(start)
         run = RlRun(
             config=config,
             layout=parts.layout,
@@ -279,7 +283,7 @@ def run_rl(parts: Parts, engine: Engine) -> Actor:
             rollouts=RecordedRollouts(parts.rollouts(exchange), telemetry.record),
             actor=RecordedActor(actor, telemetry.record, telemetry.span),
             weights=RecordedWeights(parts.publisher(actor, engine), telemetry.record),
-            evaluation=parts.evaluation(exchange, every=config.eval.every),
+            evaluation=evaluation,
             checks=ParityGate(parity_bound(config), parts.shape.is_moe, telemetry.record),
             phases=TimedPhases(telemetry.span),
             checkpoint=checkpoint,

@@ -14,7 +14,9 @@ import io
 import os
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -31,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 def main(config_path: str, command: str = "train") -> int:
     env = Env.read()
     if env.launched:
-        _die_with_parent()
+        _die_with_parent(env.launcher_pid)
     return run_rank(load_config(config_path), env, command)
 
 
@@ -45,18 +47,25 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher asks a rank left behind where it is
     # before torch and vLLM are imported: one engine core in this process, and its logging beside our own
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
+    ring: Callable[[str, int], None] = _nobody
     try:
         from megarl.launch import colocated
+        from megarl.launch.alarm import Alarm
 
+        if env.in_torchrun and not env.launched and env.num_nodes > 1:
+            alarm = Alarm(env)
+            alarm.watch(lambda said, code: _note_exit(folder, env, outcome.Failure(-1, code, said, "", time.time())))
+            ring = alarm.ring
         {"train": colocated.run, "eval": colocated.evaluate}[command](config, env)
     except KeyboardInterrupt:
+        _note_exit(folder, env, outcome.Failure(env.rank, outcome.STOPPED, "stopped", "", time.time()))
         return outcome.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
         traceback.print_exc()
         failure = outcome.record_failure(folder, env.rank, error, during=phases.current())
-        if not env.launched and not (folder / "exit.json").exists():  # our launcher would do this; torchrun does not
-            outcome.write_exit(folder, failure.code, failure, world=env.world_size)
+        if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
+        ring(failure.message, failure.code)
         return failure.code
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -66,12 +75,24 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     return outcome.DONE
 
 
-def _die_with_parent() -> None:
+def _nobody(message: str, code: int) -> None:
+    """On one node the launcher tells the others."""
+
+
+def _note_exit(folder: Path, env: Env, failure: outcome.Failure) -> bool:
+    """Write exit.json where no launcher of ours will, unless a rank was faster; whether this one wrote it."""
+    if env.launched or (folder / "exit.json").exists():
+        return False
+    outcome.write_exit(folder, failure.code, failure, world=env.world_size)
+    return True
+
+
+def _die_with_parent(launcher_pid: int) -> None:
     """A launcher killed with -9 cannot end its ranks, so the kernel does (Linux)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before the call above
+    if os.getppid() != launcher_pid:  # it died before the call above
         os._exit(outcome.STOPPED)
 
 

@@ -131,6 +131,11 @@ class Engine:
         destroy_model_parallel()
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its response together."""
+        return self._spec.max_model_len
+
+    @property
     def version(self) -> int | None:
         """Of the weights held; None until a sync succeeded."""
         return self.receiver.version

@@ -53,6 +53,9 @@ class Telemetry:
     def __init__(self, folder: Path, *, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]) -> None:
         self._folder, self._facts = folder, dict(facts)
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+        for file in (folder / "rollouts").glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) >= start:
+                file.unlink()  # of an earlier run; its step is done again
         self._file = MetricsFile(folder / "metrics.jsonl", start=start)
         self._timeline = Timeline(folder / "timeline.json")
         self._watch = Watch(steps=steps, start=start, name=folder.name, interactive=interactive)

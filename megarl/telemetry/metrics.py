@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -33,12 +33,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     lengths = [int(sample.trainable.sum()) for sample in samples]
     spread = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
     parts: dict[str, list[float]] = defaultdict(list)
-    dropped: Counter[str] = Counter()
     for sample in samples:
         for name, value in sample.rewards.items():
             parts[name].append(value)
-    for group in groups:
-        dropped.update(group.dropped)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -47,8 +44,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "length/mean": fmean(lengths),
         "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
         "samples/count": len(samples),
-        "samples/dropped": sum(dropped.values()),
-        **{f"samples/dropped/{cause}": count for cause, count in sorted(dropped.items())},
+        "samples/dropped": sum(count for group in groups for count in group.dropped.values()),
     }
 
 
@@ -59,6 +55,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         return {"updates": 0, "update/skipped": 0}
     names = sorted({name for update in updates for name in update.metrics})
     return {
+        "kl/ref": None,  # no reference; else the objective's own figure, below
         "loss": fmean(update.loss for update in updates),
         "grad_norm": fmean(update.grad_norm for update in updates),
         "lr": updates[-1].lr,
@@ -71,7 +68,8 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
 def publish_metrics(report: PublishReport) -> dict[str, Any]:
     return {
         "weights/version": report.version,
-        "weights/bytes": report.bytes_received,
+        "weights/bytes": report.bytes_kept,
+        "weights/bytes_received": report.bytes_received,
         "weights/verified": report.verified,
         "time/publish": report.seconds,
     }

@@ -68,7 +68,7 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["length/mean"] == 3.5
     assert metrics["length/truncated_frac"] == 0.25
-    assert (metrics["samples/dropped"], metrics["samples/dropped/reward/accuracy/nan"]) == (1, 1)
+    assert metrics["samples/dropped"] == 1
     assert rollout_metrics([]) == {}
 
 
@@ -84,7 +84,7 @@ def test_a_line_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureF
     line = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed: readable while the run goes on
     assert set(DOCUMENTED) <= set(line), set(DOCUMENTED) - set(line)
     assert line["kl/rollout"] is None, "JSON has no NaN"
-    assert (line["time/publish"], line["weights/verified"], line["weights/bytes"]) == (0.25, True, 7)
+    assert (line["time/publish"], line["weights/verified"], line["weights/bytes_received"]) == (0.25, True, 7)
     said = capsys.readouterr().out
     assert "1/4" in said
     assert all(word in said for word in ("reward 0.750", "log-prob diff 1.0e-07", "tokens/s"))

@@ -1,0 +1,67 @@
+"""Several nodes, as two torchruns on this machine: the script launches one job, and one rank's failure ends it all."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megarl.platform.env import child_env
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILING = """
+import os
+class Rows(list):
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == "1" and index > 4:
+            raise RuntimeError("disk of node 1 is gone")
+        return {"prompt": f"{index + 4} 9"}
+def rows(split):
+    return Rows([None] * 50)
+"""
+
+
+def nodes(folder: Path, *overrides: str) -> list[tuple[int, str]]:
+    """(exit code, what it said) of scripts/torchrun_multinode.sh on each of two nodes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        env = child_env(
+            NNODES=2, NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC=1, PYTHON=sys.executable,
+            PYTHONPATH=str(folder), OMP_NUM_THREADS=1,
+        )  # fmt: skip
+        command = ["bash", "scripts/torchrun_multinode.sh", "configs/tiny_dense.yaml", f"run.dir={folder}", *overrides]
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        said = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+def test_two_nodes_are_one_job(tmp_path: Path) -> None:
+    done = nodes(tmp_path, "run.name=nodes", "parallel.tensor=2", "train.steps=2")
+    assert [code for code, _ in done] == [0, 0], done
+    rows = [json.loads(line) for line in (tmp_path / "nodes" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["world_size"] for row in rows] == [2, 2]
+    assert rows[0]["weights/bytes_received"] > 0 and max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert json.loads((tmp_path / "nodes" / "exit.json").read_text())["code"] == 0
+
+
+def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    began = time.monotonic()
+    task = ["task.name=failing:rows", "task.options={}", "task.template=plain"]
+    done = nodes(tmp_path, "run.name=failed", "parallel.tensor=2", "launch.timeout_s=600", *task)
+    assert time.monotonic() - began < 200, "the other node waited for a collective's time-out"
+    assert all(code != 0 for code, _ in done), done
+    left = json.loads((tmp_path / "failed" / "exit.json").read_text())
+    assert left["code"] == 1 and "disk of node 1 is gone" in left["error"], left
