@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.presets import PRESETS
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Task
 
 __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
@@ -49,14 +49,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
         hint = f"; did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else ""
         raise FileNotFoundError(f"config {file} is not there{hint or '; name a YAML file'}")
-    values, lines = _read_yaml(file.read_text(encoding="utf-8"), str(file))
+    values, lines = _read_yaml(_read_text(file), str(file))
     given = [_parse_override(text) for text in overrides]
+    _give_way(values, dict(given))
     for key, value in given:
         _assign(values, key, value)
         lines[key] = COMMAND_LINE
-    names = {key for key, _ in given}
-    if "model.path" in names and isinstance(values.get("model"), dict):
-        values["model"].pop("create", None)  # a path on the command line wins over a model made in the file
     return parse_config(values, lines, source=str(file))
 
 
@@ -100,6 +98,13 @@ class _Where:
         return self.lines.get(key, f"in {self.source}")
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+
+
 def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The nested values of a YAML document, and for each dotted key the line it stands on."""
     lines: dict[str, str] = {}
@@ -121,10 +126,14 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         walk(yaml.compose(text, Loader=_Loader), "")
         values = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{name} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
         at = f" line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{name}{at} is not YAML: {error.problem}; check indentation and colons") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{name}{at} is not YAML: {problem}; check indentation and colons") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -141,6 +150,15 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, yaml.load(raw, Loader=_Loader)
     except yaml.YAMLError:
         raise ValueError(f"the value of {key}={raw!r} is not YAML; quote it") from None
+
+
+def _give_way(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Drop what the file says of a model or a task that the command line replaces by another."""
+    model, task = values.get("model"), values.get("task")
+    if "model.path" in given and isinstance(model, dict):
+        model.pop("create", None)
+    if "task.name" in given and isinstance(task, dict) and given["task.name"] != task.get("name", Task().name):
+        task.pop("options", None)
 
 
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:

@@ -43,6 +43,18 @@ def test_path_on_the_command_line_replaces_create(base: Path) -> None:
     assert load_config(base, ["model.path=/some/where"]).model.model_dump() == {"path": "/some/where", "create": None}
 
 
+def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("task: {name: 'a.b:f', template: plain, options: {vocab: 67, size: 3}}\n")
+    task = load_config(file, ["task.options.size=4", "task.name=jsonl:x.jsonl"]).task
+    assert (task.options, task.template) == ({"size": 4}, "plain"), "those of the command line are the new task's"
+    assert load_config(file, ["task.name=a.b:f"]).task.options == {"vocab": 67, "size": 3}
+    assert load_config(file, ["task.options.size=4"]).task.options == {"vocab": 67, "size": 4}
+    file.write_text("task: {options: {max_terms: 2}}\n")  # of the default task
+    assert load_config(file, [f"task.name={Config().task.name}"]).task.options == {"max_terms": 2}
+    assert load_config(file, ["task.name=a.b:f"]).task.options == {}
+
+
 def test_resolved_reads_back_the_same(base: Path) -> None:
     config = load_config(base, ["algorithm.preset=reinforce_pp", "algorithm.kl.coef=0.5"])
     assert parse_config(yaml.safe_load(resolved_yaml(config))) == config
@@ -79,6 +91,8 @@ def test_options_of_another_function_do_not_follow_a_changed_name() -> None:
         (["train.betas=[0.9]"], ["train.betas.1", "missing"]),
         (["train.steps"], ["'train.steps'", "section.key=value"]),
         (["task.options={a: [}"], ["task.options", "quote"]),
+        (["rewards=[{name: a, weight: .nan}]"], ["rewards.0.weight=nan", "finite"]),
+        (["rewards=[{name: a, weight: .inf}]"], ["rewards.0.weight=inf", "finite"]),
         (["run.name=a/b"], ["run.name='a/b'"]),
     ],
 )
@@ -111,6 +125,27 @@ def test_errors_in_a_file_name_its_line(tmp_path: Path, text: str, parts: list[s
         load_config(file)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"run:\n  name: caf\xe9\n", ["not UTF-8", "byte 16", "save it as UTF-8"]),
+        (b"run:\n  name: a\x01b\n", ["line 2", "remove '\\x01'"]),
+        (b"run: &a {name: *b}\n", ["line 1", "not YAML", "alias"]),
+        (b"run: !!python/none x\n", ["line 1", "not YAML", "constructor"]),
+        (b"a: 1\n---\nb: 2\n", ["line 2", "not YAML"]),
+    ],
+)
+def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        load_config(file)
+    text = str(caught.value)
+    assert type(caught.value) is ValueError and "\n" not in text
+    for part in ["c.yaml", *parts]:
+        assert part in text, text
 
 
 def test_a_missing_file_names_its_neighbours(base: Path) -> None:
