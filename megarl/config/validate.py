@@ -8,9 +8,11 @@ reward's code is asked by `megarl.launch.preflight`, which stands above those pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model, read_model
@@ -39,18 +41,21 @@ class Job:
     warnings: tuple[str, ...]
 
 
-def check_config(config: Config, env: Env) -> Job:
+def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with one line."""
+    samples = config.stage == "rl" or command == "eval"  # with the engine, for the rewards
     _check_not_yet(config)
     shape = model_shape(config)
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
     _check_model(config, shape)
-    if not gpus and config.stage == "rl":
+    if samples and not gpus:
         _check_cpu_engine(shape)
     _check_world(config, world, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
+    if samples:
+        _check_rewards(config)
     _check_lengths(config, shape)
     _check_train(config)
     _check_resume(config)
@@ -175,6 +180,8 @@ def _check_algorithm(config: Config) -> None:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; there are: {', '.join(known)}")
         if name in NOT_IN_THE_LOOP:
             raise ValueError(f"algorithm.{key}={name} needs {NOT_IN_THE_LOOP[name]}, which this version does not make")
+        if isinstance(known, Mapping):
+            _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
     if config.stage != "rl":
         return
     if config.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
@@ -182,10 +189,6 @@ def _check_algorithm(config: Config) -> None:
             f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, as a "
             "sample is compared with its own group; use 2 or more, or algorithm.preset=reinforce_pp"
         )
-    if not config.rewards:
-        raise ValueError("rewards is empty, so nothing can be learned; name one, as rewards: [{name: accuracy}]")
-    if not any(reward.weight for reward in config.rewards):
-        raise ValueError("every weight in rewards is 0, so nothing can be learned; give one a weight")
     if algorithm.loss == "sft":
         raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
     # the trainer recomputes log-probs over the whole vocabulary; a sampler that cut it off used another distribution
@@ -195,6 +198,20 @@ def _check_algorithm(config: Config) -> None:
                 f"rollout.{key}={value} is refused in training: the engine would sample from a truncated distribution "
                 f"whose log-probs the trainer cannot reproduce; set it to {off}"
             )
+
+
+def _check_options(key: str, name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := next((option for option in given if option not in known), None):
+        near = get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
+        raise ValueError(f"{key}_options.{unknown} is no option of {key}={name}; {hint}")
+
+
+def _check_rewards(config: Config) -> None:
+    if not config.rewards:
+        raise ValueError("rewards is empty, so nothing can be learned; name one, as rewards: [{name: accuracy}]")
+    if not any(reward.weight for reward in config.rewards):
+        raise ValueError("every weight in rewards is 0, so nothing can be learned; give one a weight")
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
@@ -223,9 +240,16 @@ def _check_train(config: Config) -> None:
 
 def _check_resume(config: Config) -> None:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume in ("auto", "never"):
+        return
+    if not Path(resume).is_dir():
         raise FileNotFoundError(
             f"checkpoint.resume={resume} is not a folder; use auto, never, or a checkpoint's folder"
+        )
+    if not (Path(resume) / "metadata.json").is_file():
+        raise FileNotFoundError(
+            f"checkpoint.resume={resume} holds no metadata.json, so it is no checkpoint; use auto, never, or a "
+            "checkpoint's folder, whose name ends as step_100"
         )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES
+from megarl.algorithms.advantages import _maybe_whitened
 from megarl.config import names
 from megarl.config.create import hf_config
 from megarl.config.load import parse_config
@@ -72,6 +75,14 @@ def test_torchrun_sets_the_world() -> None:
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
         ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),
         ({"checkpoint": {"resume": "nevr"}}, {}, ["checkpoint.resume=nevr", "never"]),
+        ({"checkpoint": {"resume": "/"}}, {}, ["checkpoint.resume=/", "no metadata.json", "never"]),
+        ({"algorithm": {"loss_options": {"clip_lo": 1}}}, {}, ["algorithm.loss_options.clip_lo", "mean clip_low?"]),
+        ({"algorithm": {"advantage_options": {"x": 1}}}, {}, ["advantage_options.x", "advantage=grpo", "singleton"]),
+        (
+            {"algorithm": {"correction": "none", "correction_options": {"cap": 1}}},
+            {},
+            ["correction_options.cap", "correction=none", "takes none; remove it"],
+        ),
         ({}, {"vocab": 3}, ["vocab=3", "at least"]),
     ],
 )
@@ -105,6 +116,52 @@ def test_model_directories(tmp_path: Path) -> None:
         model_shape(Config())
 
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "parts"),
+    [
+        ("qwen3", {"hidden_size": None}, ["hidden_size=null", "whole number of at least 1"]),
+        ("qwen3", {"hidden_size": "big"}, ['hidden_size="big"', "whole number"]),
+        ("qwen3", {"num_attention_heads": 0}, ["num_attention_heads=0", "at least 1"]),
+        ("qwen3", {"num_hidden_layers": -2}, ["num_hidden_layers=-2", "at least 1"]),
+        ("qwen3", {"vocab_size": True}, ["vocab_size=true"]),
+        ("qwen3", {"rms_norm_eps": "small"}, ['rms_norm_eps="small"', "number above 0"]),
+        ("qwen3", {"rope_parameters": [1]}, ["rope_parameters=[1]", "an object"]),
+        ("qwen3", {"rope_parameters": {"rope_theta": -1}}, ["rope_parameters: rope_theta=-1"]),
+        ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters has no 'factor'"]),
+        ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token's id"]),
+        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "give head_dim"]),
+        ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
+        ("qwen3_moe", MOE | {"num_experts_per_tok": None}, ["num_experts_per_tok=null"]),
+    ],
+)
+def test_a_config_json_is_refused_by_file_key_and_value(
+    tmp_path: Path, family: str, values: dict[str, Any], parts: list[str]
+) -> None:
+    raw = hf_config(Create(hidden=32)) | {"model_type": family} | values
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError) as caught:
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+    for part in ["config.json", *parts]:
+        assert part in str(caught.value), caught.value
+
+
+def test_a_config_json_that_is_a_list_or_lacks_a_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json holds a list, not an object"):
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+
+
+def test_a_checkpoint_to_resume_from_has_metadata(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text("{}")
+    assert check_config(made({"checkpoint": {"resume": str(tmp_path)}}), ALONE)
+
+
 def test_warnings_name_the_values() -> None:
     sections = {"train": {"max_tokens_per_microbatch": 64, "prompts_per_step": 1}, "rollout": {"samples_per_prompt": 2}}
     warnings = check_config(made(sections | {"launch": {"processes": 4}}), ALONE).warnings
@@ -114,10 +171,22 @@ def test_warnings_name_the_values() -> None:
 
 
 def test_names_are_those_of_the_maths() -> None:
-    assert set(names.ADVANTAGES) == set(ADVANTAGES)
-    assert set(names.LOSSES) == set(LOSSES)
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
-    assert set(names.CORRECTIONS) == set(CORRECTIONS)
+    for known, functions in (
+        (names.ADVANTAGES, ADVANTAGES),
+        (names.LOSSES, LOSSES),
+        (names.CORRECTIONS, CORRECTIONS),
+    ):
+        options = {name: options_of(function.args[0]) for name, function in functions.items()}
+        assert {name: set(of) for name, of in known.items()} == options
+
+
+def options_of(rule: Callable[..., Any]) -> set[str]:
+    """The keywords of a rule, but for what the loop makes; `**scaling` stands for those of the whitening."""
+    of = signature(rule).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in of):
+        of = [*of, *signature(_maybe_whitened).parameters.values()]
+    return {p.name for p in of if p.kind is p.KEYWORD_ONLY} - {"select_T"}
 
 
 @pytest.mark.parametrize(("key", "name"), [("advantage", "gae"), ("advantage", "remax"), ("loss", "kl_cov")])
