@@ -25,6 +25,8 @@ from megarl.types import LogProbs, MicrobatchPlan, ObjectiveState, ScoredBatch, 
 
 __all__ = ["LossInputs", "TokenLosses", "add_advantages", "initial_state", "loss_weights", "supervised", "token_losses"]
 
+PPO_CLIPPED = ("ppo_clip", "clip_cov")  # the losses that `algorithm.clip_low` and its like are about
+
 
 def initial_state(algorithm: Algorithm) -> ObjectiveState:
     """What a run starts from when it resumes nothing."""
@@ -156,7 +158,12 @@ def token_losses(logprobs_T: Tensor, entropy_T: Tensor | None, inputs: LossInput
 
 
 def loss_options(algorithm: Algorithm) -> dict[str, Any]:
-    """`loss_options`, under them those of clip_low, clip_high and dual_clip that the loss takes."""
+    """`loss_options`, under them clip_low, clip_high and dual_clip for PPO's clip.
+
+    The bounds of the other losses bound other quantities (GSPO's a row's mean ratio): they keep their own defaults.
+    """
+    if algorithm.loss not in PPO_CLIPPED:
+        return dict(algorithm.loss_options)
     takes = signature(LOSSES[algorithm.loss].args[0]).parameters
     clips = {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "dual_clip") if name in takes}
     return clips | algorithm.loss_options

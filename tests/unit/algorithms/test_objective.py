@@ -154,6 +154,23 @@ def test_token_losses_add_up_to_the_formula():
     torch.testing.assert_close(new.grad, torch.where(batch.mask, slope, 0), rtol=1e-4, atol=1e-6)
 
 
+def test_the_clip_of_the_config_is_ppos_and_others_keep_their_own():
+    batch = make_batch()
+    scored = scored_by(batch, algorithm())
+    new = scored.old_logprobs + torch.where(scored.advantages > 0, 1e-3, -1e-3)
+    at = (new, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
+    for loss, given, used in (
+        ("gspo", {}, {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("gspo", {"clip_high": 6e-4}, {"clip_low": 3e-4, "clip_high": 6e-4}),
+        ("ppo_clip", {}, {"clip_low": 2e-4, "clip_high": 5e-4}),
+        ("ppo_clip", {"clip_low": 1e-4}, {"clip_low": 1e-4, "clip_high": 5e-4}),
+    ):
+        rules = algorithm(loss=loss, loss_options=given, clip_low=2e-4, clip_high=5e-4)
+        done = token_losses(new, None, inputs_of(scored), rules).loss
+        torch.testing.assert_close(done, LOSSES[loss](*at, **used), rtol=0, atol=0)
+        assert not torch.equal(done, LOSSES[loss](*at, clip_low=0.2, clip_high=0.28)), "the bounds are met"
+
+
 def test_sums_are_over_trained_tokens():
     batch = make_batch()
     rules = algorithm(kl={"estimator": "k2", "coef": 0.1}, clip_high=0.2)
