@@ -33,7 +33,7 @@ QUESTION_KEYS = ("prompt", "question", "messages")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`extra` reaches the rewards by name; ``extra["score"]``, where there is one, judges an answer's text."""
+    """`extra` reaches the rewards by name; a function at ``extra["score"]`` is the task's own judge of an answer."""
 
     question: Question
     answer: str | None = None
@@ -136,15 +136,16 @@ def _text(answer: Any) -> str | None:
 
 def _jsonl(file: str, task: Task, split: Split) -> Source:
     if unknown := set(task.options) - {"eval_file"}:
-        raise ValueError(f"task.options has {', '.join(sorted(unknown))}; a jsonl task takes eval_file only")
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove {names}")
     held_out = task.options.get("eval_file")
     if split == "eval":
         if held_out is None:
             raise ValueError(f"task.name={task.name!r} holds no problems out; give task.options.eval_file=FILE")
-        return _listed(_read_jsonl(Path(held_out)))
+        return _listed(_read_jsonl(Path(str(held_out))))
     rows = _read_jsonl(Path(file))
     if held_out is not None:
-        questions = {json.dumps(row.question) for row in _read_jsonl(Path(held_out))}
+        questions = {json.dumps(row.question) for row in _read_jsonl(Path(str(held_out)))}
         rows = [row for row in rows if json.dumps(row.question) not in questions]
     return _listed(rows)
 
@@ -173,7 +174,12 @@ def _read_jsonl(file: Path) -> list[Problem]:
 
 def _user_function(task: Task, split: Split) -> Source:
     """``f(split=..., **options)`` gives a sequence of rows like those of a jsonl file; it may make them lazily."""
-    rows = import_function(task.name, setting="task.name")(split=split, **task.options)
+    function = import_function(task.name, setting="task.name")
+    try:
+        rows = function(split=split, **task.options)
+    except (TypeError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"task.options={task.options} are refused by {task.name}: {reason}; change them") from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, as [{_EXAMPLE}]"

@@ -6,7 +6,6 @@ sample --each reward, under an alarm--> {name: value} --weights--> reward
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import signal
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.config.schema import Reward
-from megarl.rewards.rules import check_rewards, reward_function
+from megarl.rewards.rules import check_rewards, reward_function, taken_by
 from megarl.types import Prompt, Sample
 
 __all__ = ["Scorer", "make_scorer"]
@@ -52,13 +51,7 @@ def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0) -> Scorer
 
 def _part(reward: Reward) -> _Part:
     function = reward_function(reward)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C tell nothing
-        parameters = ()
-    takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = None if takes_any else frozenset(p.name for p in parameters)
-    return _Part(reward.name, reward.weight, reward.options, function, names)
+    return _Part(reward.name, reward.weight, reward.options, function, taken_by(function))
 
 
 @dataclass(frozen=True)

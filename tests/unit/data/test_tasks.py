@@ -59,6 +59,13 @@ def test_a_generator_that_is_a_list_wraps_round():
         (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
         (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl is not there"),
+        (Task(name="jsonl:x.jsonl", options={"vocab": 67}), "takes eval_file only; remove vocab"),
+        (
+            Task(name="megarl.data.tasks:random_tokens"),
+            "task.options={} are refused by megarl.data.tasks:random_tokens",
+        ),
+        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 2}), "task.options={'vocab': 2} are refused"),
+        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "x": 1}), "unexpected keyword argument 'x'"),
     ],
 )
 def test_wrong_names_and_options(task, says):

@@ -41,6 +41,11 @@ def test_accuracy_asks_the_tasks_own_scorer_about_the_final_answer():
     assert asked == ["5"]
 
 
+def test_a_column_named_score_is_not_a_scorer():
+    assert accuracy(response="6", answer="6", score=0.25) == 1.0
+    assert accuracy(response="5", answer="6", score="high") == 0.0
+
+
 def test_accuracy_without_an_answer_is_an_error():
     with pytest.raises(ValueError, match="no answer"):
         accuracy(response="5", answer=None)
@@ -88,6 +93,35 @@ def test_even_fraction():
 def test_a_name_that_is_not_found(name, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         check_rewards([Reward(name=name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("accuracy", {"strict": True}, "name='accuracy' has no option 'strict'; it takes none; remove it"),
+        ("accuracy", {"score": 1}, "has no option 'score'"),
+        ("format", {"response": "x"}, "has no option 'response'"),
+        ("megarl.rewards.rules:even_fraction", {"base": 2}, "has no option 'base'"),
+        (f"{__name__}:close", {"tolerence": 1.0}, "did you mean tolerance?"),
+        (f"{__name__}:close", {"x": 1.0}, "it takes tolerance; remove it"),
+    ],
+)
+def test_an_option_that_a_reward_does_not_take(name, options, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_rewards([Reward(name=name, options=options)])
+
+
+def test_options_that_rewards_take():
+    check_rewards([Reward(name=f"{__name__}:close", options={"tolerance": 1.0})])
+    check_rewards([Reward(name=f"{__name__}:anything", options={"whatever": 1.0})])
+
+
+def close(response, answer, tolerance=0.0):
+    return float(abs(float(response) - float(answer)) <= tolerance)
+
+
+def anything(**everything):
+    return 0.0
 
 
 def test_a_reward_named_twice():
