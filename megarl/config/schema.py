@@ -13,7 +13,7 @@ from megarl.layout import Parallel
 
 __all__ = [
     "Algorithm", "Checkpoint", "Checks", "Config", "Create", "Eval", "KlTerm", "Launch", "Model", "Moe",
-    "ParallelSizes", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
+    "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
 ]  # fmt: skip
 
 
@@ -148,6 +148,10 @@ class Train(Section):
     logprob_chunk: PositiveInt = 1024  # tokens whose fp32 logits exist at once
 
 
+class Precision(Section):
+    fp8: dict[str, Any] | None = None  # {recipe: blockwise | delayed | tensorwise | mxfp8, ...}
+
+
 class Sft(Section):
     until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
 
@@ -192,6 +196,7 @@ class Config(Section):
     parallel: ParallelSizes = ParallelSizes()
     rollout: Rollout = Rollout()
     train: Train = Train()
+    precision: Precision = Precision()
     sft: Sft = Sft()
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()

@@ -96,6 +96,7 @@ def _check_not_yet(config: Config) -> None:
         ("rollout.max_staleness", config.rollout.max_staleness, 0),
         ("moe.aux_loss", config.moe.aux_loss, 0.0),
         ("moe.dispatcher", config.moe.dispatcher, "alltoall"),
+        ("precision.fp8", config.precision.fp8, None),
         ("telemetry.tensorboard", config.telemetry.tensorboard, False),
         ("telemetry.wandb", config.telemetry.wandb, None),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -81,7 +82,9 @@ def check_task(task: Task, *, held_out: bool = False) -> None:
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     """Every index draws its own 31-bit number until the question it makes falls into `split`."""
     try:
-        import reasoning_gym
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports, shown once per installation
+            import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None

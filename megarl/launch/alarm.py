@@ -32,7 +32,7 @@ class Alarm:
             env.master_addr, env.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
 
-    def watch(self, heard: Callable[[str, int], None]) -> None:
+    def watch(self, heard: Callable[[str, int], object]) -> None:
         """From now on end this process with a peer's code when that peer rings; `heard` gets (what it said, code)."""
         threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
 
@@ -41,7 +41,7 @@ class Alarm:
         if self._store.add(f"{KEY}/count", 1) == 1:
             self._store.set(KEY, f"{code} {self._rank} {message}")
 
-    def _watch(self, heard: Callable[[str, int], None]) -> None:
+    def _watch(self, heard: Callable[[str, int], object]) -> None:
         while True:
             time.sleep(POLL_S)
             try:

@@ -47,7 +47,9 @@ def test_layouts_agree(runs: Path, model: str, objective: str) -> None:
         assert here[0]["rollout/digest"] == first[0]["rollout/digest"], name
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             for key in ("loss", "grad_norm"):
-                assert here[step][key] == pytest.approx(first[step][key], rel=tolerance), f"{name} step {step} {key}"
+                # a whitened objective's loss is 0 at step 0, but for rounding: hence `abs`
+                expected = pytest.approx(first[step][key], rel=tolerance, abs=1e-7)
+                assert here[step][key] == expected, f"{name} step {step} {key}"
         assert all(row["weights/verified"] for row in here), name
         assert max(row["logprob_diff/max"] for row in here) < 1e-4, name
 
