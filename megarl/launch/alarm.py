@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.platform.env import Env
 
