@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from start_ranks import run_ranks
 
 from megarl.platform.env import child_env
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "dist"))
-from start_ranks import run_ranks  # noqa: E402
-
 HERE = Path(__file__).parent
 
 

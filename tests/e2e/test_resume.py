@@ -1,0 +1,47 @@
+"""A run that is stopped and started again ends with the same weights, bit for bit; in another layout, to rounding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["train.prompts_per_step=8", "train.warmup_steps=1", "train.schedule=cosine", "checkpoint.every=2"]
+
+
+def sft(folder: Path, name: str, steps: int, *overrides: str) -> dict[str, torch.Tensor]:
+    """The exported weights after `steps` steps on two ranks."""
+    command = [sys.executable, "-m", "megarl.cli", "train", "configs/quickstart_sft.yaml", f"run.dir={folder}"]
+    command += [f"run.name={name}", f"train.steps={steps}", *SMALL, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / name / "hf" / "model.safetensors")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, lines)}
+
+
+def test_resume(tmp_path: Path) -> None:
+    whole = sft(tmp_path, "whole", 4)
+    for name in ("again", "other_layout", "fresh"):  # as if each had been stopped after its second checkpoint's step
+        shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", tmp_path / name / "checkpoints" / "step_2")
+
+    again = sft(tmp_path, "again", 4)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert losses(tmp_path / "again") == {s: v for s, v in losses(tmp_path / "whole").items() if s >= 2}
+
+    other = sft(tmp_path, "other_layout", 4, "parallel.tensor=2")
+    assert max(float((whole[name] - other[name]).abs().max()) for name in whole) < 1e-4
+    assert sorted(losses(tmp_path / "other_layout")) == [2, 3]
+
+    fresh = sft(tmp_path, "fresh", 4, "checkpoint.resume=never", "task.seed=7")
+    assert sorted(losses(tmp_path / "fresh")) == [0, 1, 2, 3]
+    assert not all(torch.equal(whole[name], fresh[name]) for name in whole), "the comparison above would prove nothing"
