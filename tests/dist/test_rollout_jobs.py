@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from start_ranks import start_ranks
 
 from megarl.platform.shm import shm_prefix
@@ -40,6 +41,7 @@ def results(folder: Path, job: str) -> list[Path]:
     return [folder / f"{job}_{rank}.json" for rank in (0, 1)]
 
 
+@pytest.mark.long  # test_launch does the same through the command line
 def test_jobs_do_not_meet(tmp_path):
     before = set(segments())
     left_by_a_crash = Path("/dev/shm") / f"{shm_prefix('one', os.getpid())}tp:0-[0-1]-cpushm_0"

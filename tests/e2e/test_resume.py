@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -29,6 +30,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in map(json.loads, lines)}
 
 
+@pytest.mark.long
 def test_resume(tmp_path: Path) -> None:
     whole = sft(tmp_path, "whole", 4)
     for name in ("again", "other_layout", "fresh"):  # as if each had been stopped after its second checkpoint's step
