@@ -9,8 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from megarl.platform.env import child_env
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 FAILING = """
 import os
