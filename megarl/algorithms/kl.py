@@ -11,12 +11,13 @@ Schulman, "Approximating KL Divergence", 2020. No mask here: the caller cleans b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["KL"]
+__all__ = ["KL", "adapt"]
 
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; only the exponent is limited
 
@@ -47,3 +48,12 @@ def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}
+
+
+def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """The coefficient after a batch of `num_samples` rows whose KL was `kl`, in the unit of `target`: it moves by at
+    most a fifth over `horizon` rows, towards more penalty where `kl` > `target`. Ziegler et al. 2019,
+    arXiv 1909.08593. A KL that is not finite changes nothing."""
+    if not math.isfinite(kl):
+        return coef
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_samples / horizon)

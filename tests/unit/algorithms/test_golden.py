@@ -18,6 +18,7 @@ from golden_cases import CASES, FOLDER, RULES, Case, Outputs, load_case, toleran
 from safetensors.torch import load_file
 
 from megarl.algorithms import Stats, whiten, whiten_stats
+from megarl.algorithms.kl import adapt
 
 # Reason -> (entries, cases), the first match counts.
 LEFT_OUT = {
@@ -142,3 +143,14 @@ def test_whitening_of_shards(num_ranks: int, offset: int, dtype: torch.dtype):
     close = {"rtol": 1e-4, "atol": 1e-4} if which == "f32" else {"rtol": 1e-7, "atol": 1e-6}
     torch.testing.assert_close(ours_T[mask_T], peer_T[mask_T], **close)
     assert not ours_T[~mask_T].any()
+
+
+def test_adaptive_kl():
+    tensors = load_file(FOLDER / "misc.safetensors")
+    coef, ours = 0.2, []
+    for kl in tensors["in/kl_seq"].tolist():
+        coef = adapt(coef, kl, target=0.05, horizon=10000, num_samples=256)
+        ours.append(coef)
+    expected = tensors["out/verl.adaptive_kl@f64/value"]
+    torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected, rtol=1e-12, atol=0)
+    assert adapt(coef, float("nan"), target=0.05, horizon=10000, num_samples=256) == coef
