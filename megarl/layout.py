@@ -104,8 +104,22 @@ def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 
-def stage_layers(num_layers: int, layout: Layout) -> range:
-    """Global indices of the transformer layers held by this pipeline stage (even stages)."""
-    per_stage, rest = divmod(num_layers, layout.pp.size)
-    assert not rest, f"{num_layers} layers on {layout.pp.size} stages"
-    return range(layout.pp.rank * per_stage, (layout.pp.rank + 1) * per_stage)
+def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
+    """Global indices of the transformer layers of this pipeline rank, one range per virtual chunk.
+
+    Chunks follow one another round the ranks: chunk v of rank p is number v * pipeline + p. Where the layers do not
+    divide, earlier chunks have one more.
+    """
+    size = layout.pp.size
+    count = size * layout.vpp.size
+    if num_layers < count:
+        raise ValueError(
+            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {count} chunks; lower one of the two"
+        )
+    per_chunk, rest = divmod(num_layers, count)
+
+    def start(chunk: int) -> int:
+        return chunk * per_chunk + min(chunk, rest)
+
+    chunks = range(layout.pp.rank, count, size)
+    return tuple(range(start(chunk), start(chunk + 1)) for chunk in chunks)

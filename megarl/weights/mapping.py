@@ -183,24 +183,27 @@ def shapes_of(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def boxes_of(table: Table, shape: ModelShape, layout: Layout) -> list[Box]:
-    """What one rank holds of every HF tensor."""
+    """What one rank holds of every HF tensor. With virtual stages names begin with their chunk: `chunk1.decoder...`"""
     found: list[Box] = []
+    chunks = stage_layers(shape.layers, layout)
+    prefixes = [f"chunk{number}." if len(chunks) > 1 else "" for number in range(len(chunks))]
 
-    def add(rules: tuple[Rule, ...], tp: Axis, hf: dict[str, int], local: dict[str, int]) -> None:
+    def add(rules: tuple[Rule, ...], tp: Axis, chunk: str, hf: dict[str, int], local: dict[str, int]) -> None:
         for rule in rules:
             for box in rule.boxes(tp):
-                found.append(replace(box, name=box.name.format(**hf), param=box.param.format(**local)))
+                found.append(replace(box, name=box.name.format(**hf), param=chunk + box.param.format(**local)))
 
     if layout.pp.first:
-        add(table.embedding, layout.tp, {}, {})
+        add(table.embedding, layout.tp, prefixes[0], {}, {})
     experts = shape.experts // layout.ep.size
-    for here, layer in enumerate(stage_layers(shape.layers, layout)):
-        add(table.layer, layout.tp, {"layer": layer}, {"layer": here})
-        for expert in range(experts):
-            hf = {"layer": layer, "expert": layout.ep.rank * experts + expert}
-            add(table.expert, layout.etp, hf, {"layer": here, "expert": expert})
+    for chunk, layers in zip(prefixes, chunks, strict=True):
+        for here, layer in enumerate(layers):
+            add(table.layer, layout.tp, chunk, {"layer": layer}, {"layer": here})
+            for expert in range(experts):
+                hf = {"layer": layer, "expert": layout.ep.rank * experts + expert}
+                add(table.expert, layout.etp, chunk, hf, {"layer": here, "expert": expert})
     if layout.pp.last:
-        add(table.head, layout.tp, {}, {})
+        add(table.head, layout.tp, prefixes[-1], {}, {})
         if not layout.pp.first:
-            add(table.tied, layout.tp, {}, {})
+            add(table.tied, layout.tp, prefixes[-1], {}, {})
     return found

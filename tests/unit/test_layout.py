@@ -43,6 +43,26 @@ def test_smallest_world_holds_trainer_experts_and_replica():
     assert smallest_world(Parallel(tensor=2, expert=3), 4) == 12
 
 
+def stages(num_layers: int, **sizes: int) -> list[list[list[int]]]:
+    """[pipeline rank][chunk] -> layers"""
+    world = sizes["pipeline"]
+    layouts = [Layout.of(Parallel(**sizes), world, rank) for rank in range(world)]
+    return [[list(chunk) for chunk in stage_layers(num_layers, layout)] for layout in layouts]
+
+
 def test_stages_share_the_layers():
-    stages = [stage_layers(6, Layout.of(Parallel(pipeline=3), 3, rank)) for rank in range(3)]
-    assert [list(stage) for stage in stages] == [[0, 1], [2, 3], [4, 5]]
+    assert stages(6, pipeline=3) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+def test_earlier_stages_have_one_more():
+    assert stages(5, pipeline=3) == [[[0, 1]], [[2, 3]], [[4]]]
+
+
+def test_virtual_chunks_go_round_the_ranks():
+    assert stages(4, pipeline=2, virtual_pipeline=2) == [[[0], [2]], [[1], [3]]]
+    assert stages(6, pipeline=2, virtual_pipeline=2) == [[[0, 1], [4]], [[2, 3], [5]]]
+
+
+def test_a_chunk_without_layers_is_refused():
+    with pytest.raises(ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 4 chunks"):
+        stages(3, pipeline=2, virtual_pipeline=2)
