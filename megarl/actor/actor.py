@@ -25,7 +25,7 @@ from megarl.actor.update import UpdateLoss, global_sums
 from megarl.algorithms.objective import loss_weights
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
-from megarl.data.packing import plan_rows
+from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout
 from megarl.platform.device import DTYPES
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
@@ -86,7 +86,9 @@ class Actor:
         """Log-probs of `labels` under the current weights, and under the reference where there is one."""
         lengths = batch.cu_seqlens.diff().tolist()
         max_tokens = self.config.train.max_tokens_per_microbatch
-        (ranks,) = plan_rows(lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens)
+        (ranks,) = plan_rows(
+            lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens, multiple=microbatch_multiple(self.layout)
+        )
         microbatches = [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
         old = self._score(batch, microbatches)
         if self.reference is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from itertools import chain
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_rows import batch_of, sample
 
 from megarl.config.schema import Train
-from megarl.data.packing import plan_microbatches, plan_rows
+from megarl.data.packing import ATTENTION_LENGTH, first_fit_decreasing, partition, plan_microbatches, plan_rows
 from megarl.layout import Layout, Parallel
 
 lengths_st = st.lists(st.integers(1, 60), max_size=40)
@@ -71,9 +73,60 @@ def test_ranks_are_evenly_loaded():
             assert max(loads) < 1.03 * min(loads)
 
 
-def test_the_fullest_microbatch_goes_to_the_least_loaded_rank():
+def test_ranks_hold_equal_cost_and_pipelines_fill_and_drain_on_small_ones():
     plan = plan_rows([10, 8, 6, 4], dp=2, updates=1, max_tokens=10)
-    assert plan == ((((0,), (3,)), ((1,), (2,))),)  # 14 tokens each
+    assert plan == ((((3,), (0,)), ((2,), (1,))),)  # 14 tokens each
+    ((rank,),) = plan_rows([5, 9, 7, 6, 8], dp=1, updates=1, max_tokens=9)
+    assert rank == ((0,), (2,), (1,), (4,), (3,))
+
+
+def test_a_long_row_weighs_more_than_its_tokens():
+    lengths = [20_000, *[100] * 600]
+    ranks = plan_rows(lengths, dp=2, updates=1, max_tokens=20_000)[0]
+    tokens = [sum(lengths[row] for bin in rank for row in bin) for rank in ranks]
+    assert tokens[0] < tokens[1]  # the rank with the long row; equal tokens would leave it the last to finish
+    cost = [sum(lengths[row] + lengths[row] ** 2 / ATTENTION_LENGTH for bin in rank for row in bin) for rank in ranks]
+    assert max(cost) < 1.01 * min(cost)
+
+
+def test_interleaved_pipelines_get_a_multiple_of_their_stages():
+    plan = plan_rows([8] * 10, dp=2, updates=1, max_tokens=16, multiple=4)
+    assert [len(rank) for rank in plan[0]] == [4, 4]
+
+
+def lognormal(count: int, seed: int = 0) -> np.ndarray:
+    draws = np.random.default_rng(seed).normal(np.log(1200), 1, count)
+    return np.exp(draws).clip(16, 8192).astype(np.int64)
+
+
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 40))
+def test_bins_are_those_of_the_textbook(lengths, capacity):
+    found = first_fit_decreasing(lengths, capacity)
+    assert sorted(chain.from_iterable(found)) == list(range(len(lengths)))
+    rooms: list[int] = []  # first fit decreasing, item by item
+    for length in sorted((min(length, capacity) for length in lengths), reverse=True):
+        at = next((i for i, room in enumerate(rooms) if room >= length), len(rooms))
+        rooms[at : at + 1] = [(rooms[at] if at < len(rooms) else capacity) - length]
+    assert sorted(rooms) == sorted(capacity - sum(min(lengths[i], capacity) for i in items) for items in found)
+
+
+@pytest.mark.parametrize("count", [512, 8192])
+def test_bins_reach_the_lower_bound(count):
+    lengths = lognormal(count)
+    assert len(first_fit_decreasing(lengths, 16384)) <= 1.001 * -(-lengths.sum() // 16384)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_a_partition_holds_every_item_once(costs, parts):
+    found = partition(costs, parts)
+    assert len(found) == parts
+    assert sorted(chain.from_iterable(found)) == list(range(len(costs)))
+
+
+def test_parts_cost_the_same():
+    lengths = lognormal(8192)
+    loads = [lengths[part].sum() for part in partition(lengths, 64)]
+    assert max(loads) <= 1.00001 * np.mean(loads)
 
 
 def test_efficiency_is_real_over_held():
