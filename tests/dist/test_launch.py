@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 
@@ -40,6 +42,7 @@ def processes_about(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     segments = set(SHM.glob("*"))
     killed, stopped = start(tmp_path, "killed", "train.steps=100000"), start(tmp_path, "stopped", "train.steps=100000")
