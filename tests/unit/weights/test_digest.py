@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from megarl.weights.digest import digest
+from megarl.weights.digest import digest, placed
 
 SIZES = (1, 3, 1 << 14, (1 << 14) + 1, 100_003, 3 << 20)  # below, at and beyond a block and a strip
 
@@ -60,3 +62,44 @@ def test_moved_slices():
 def test_length_counts():
     assert value(torch.zeros(4)) != value(torch.zeros(8))
     assert value(torch.zeros(0)) == 0
+
+
+def cut(shape: tuple[int, ...], at: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """Every corner of a tensor cut once along each axis."""
+    axes = [((0, a), (a, n)) for a, n in zip(at, shape, strict=True)]
+    return [tuple(slice(*ends) for ends in corner) for corner in itertools.product(*axes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("shape", "at"), [((7,), (3,)), ((9, 13), (4, 5)), ((9, 13), (0, 1)), ((3, 5, 66), (1, 2, 33))], ids=str
+)
+def test_parts_add_up_however_they_are_cut(shape, at, dtype):
+    """Odd columns of narrow types cut a 32-bit word in two."""
+    whole = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    sums = [placed(whole[corner], [axis.start for axis in corner]) for corner in cut(shape, at)]
+    assert int(sum(sums)) == int(placed(whole, (0,) * len(shape))) != 0
+
+
+def test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree():
+    whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    swaps = {
+        "rows": torch.cat([whole[32:], whole[:32]]),
+        "columns": torch.cat([whole[:, 16:], whole[:, :16]], 1),
+        "one row": whole[[1, 0, *range(2, 64)]],
+        "transposed blocks": torch.cat([whole[:, :16].reshape(32, 32), whole[:, 16:].reshape(32, 32)]),
+    }
+    words = whole.view(torch.int32)
+    for name, swapped in swaps.items():
+        assert int(swapped.view(torch.int32).sum(dtype=torch.int64)) == int(words.sum(dtype=torch.int64)), name
+        assert int(torch.hash_tensor(swapped)) == int(torch.hash_tensor(whole)), "xor does not see it either"
+        assert int(placed(swapped.contiguous(), (0, 0))) != int(placed(whole, (0, 0))), name
+    halves = whole.split(32)  # what two ranks hold, each sure of its own place: the sum over ranks sees the swap
+    right = int(placed(halves[0], (0, 0)) + placed(halves[1], (32, 0)))
+    assert right == int(placed(whole, (0, 0)))
+    assert right != int(placed(halves[1], (0, 0)) + placed(halves[0], (32, 0)))
+
+
+def test_scalars_and_nothing():
+    assert int(placed(torch.tensor(3.0), ())) != int(placed(torch.tensor(4.0), ()))
+    assert int(placed(torch.zeros(0, 4), (0, 0))) == 0
