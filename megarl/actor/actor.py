@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.actor.build import build_model, init_parallel, padded_vocab, transformer_config
+from megarl.actor.build import build_model, held_tensors, init_parallel, padded_vocab, transformer_config
 from megarl.actor.forward import Microbatch, Reading, pack, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
@@ -44,7 +44,7 @@ class Actor:
     layout: Layout
     tensor_group: ProcessGroup
     device: torch.device
-    model: list[DistributedDataParallel]  # the chunks of this stage: one
+    model: list[DistributedDataParallel]  # the chunks of this stage
     optimizer: MegatronOptimizer
     scheduler: LrSchedule
     reference: Reference | None  # None: the objective has no reference term
@@ -62,8 +62,8 @@ class Actor:
             shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
         )
         model = build_model(shape, layout, settings, use_te=use_te)
-        load_hf(dict(model.named_parameters()), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
-        chunks = [wrap(model)]
+        load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
+        chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, config.train)
         actor = cls(
             config, shape, layout, tensor_group, device, chunks, optimizer, LrSchedule(config.train), reference=None
@@ -73,8 +73,8 @@ class Actor:
         return actor
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """This rank's parameters in the training dtype, under GPTModel's own names."""
-        return dict(self.model[0].module.named_parameters())
+        """What of the checkpoint this rank holds, under GPTModel's own names; of virtual stages: `chunk<n>.` + name."""
+        return held_tensors([chunk.module for chunk in self.model])
 
     def boxes_of_ranks(self) -> list[list[Box]]:
         """[rank] -> where that rank's parameters hold HF tensors; the same on every rank."""

@@ -1,7 +1,7 @@
 """ModelShape and parallel sizes -> Megatron's process groups, TransformerConfig and GPTModel.
 
     init_parallel(sizes, layout)        -> the tensor group    the only place that touches parallel_state
-    build_model(shape, layout, config)  -> GPTModel            whose output is hidden states, not logits
+    build_model(shape, layout, config)  -> GPTModel, ...       a chunk of the pipeline each; hidden states, not logits
 
 The output layer keeps its weight but hands hidden states through: actor/logprobs.py makes log-probs from
 them in chunks, so the logits of a micro-batch never exist at once.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,12 +24,13 @@ from torch.distributed import ProcessGroup
 
 from megarl.actor.layers import block_spec
 from megarl.config.model import ModelShape
-from megarl.layout import Layout, Parallel, stage_layers
+from megarl.layout import Axis, Layout, Parallel, stage_layers
 
 __all__ = [
     "build_model",
     "destroy_parallel",
     "expert_parameters",
+    "held_tensors",
     "init_parallel",
     "output_weight",
     "padded_vocab",
@@ -50,13 +52,13 @@ def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> ProcessG
 
     torch.distributed must be initialised. Raises ValueError for axes that are not supported yet.
     """
-    for axis in ("virtual_pipeline", "context"):
-        if getattr(sizes, axis) > 1:
-            raise ValueError(f"parallel.{axis}={getattr(sizes, axis)} is not supported yet; set it to 1")
+    if sizes.context > 1:
+        raise ValueError(f"parallel.context={sizes.context} is not supported yet; set it to 1")
     destroy_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
@@ -128,6 +130,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp.size,
         pipeline_model_parallel_size=layout.pp.size,
+        pipeline_model_parallel_layout=_pipeline_layout(shape, layout),
         context_parallel_size=layout.cp.size,
         expert_model_parallel_size=layout.ep.size,
         expert_tensor_parallel_size=layout.etp.size,
@@ -171,27 +174,72 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> GPTModel:
-    """This rank's pipeline stage, parameters not yet loaded. Its forward gives hidden states [1, T / tp, hidden]."""
-    # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
-    spec: Any = block_spec(config, num_layers=len(stage_layers(shape.layers, layout)), use_te=use_te)
+def _pipeline_layout(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
+    """What each chunk of the pipeline holds, in their order; Megatron's own rule knows even stages only."""
+    if layout.pp.size == 1:
+        return None
+    stages = [stage_layers(shape.layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]
+    chunks = [["decoder"] * len(stage[v]) for v in range(layout.vpp.size) for stage in stages]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
+
+
+def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
+    """This rank's chunks of the pipeline, parameters not yet loaded. A forward gives hidden [1, T / tp, hidden]."""
+    chunks = stage_layers(shape.layers, layout)
+    last = len(chunks) - 1
+    return [
+        _build_chunk(
+            shape,
+            layout,
+            config,
+            vp_stage=number if last else None,
+            spec=block_spec(config, num_layers=len(layers), use_te=use_te),
+            first=layout.pp.first and number == 0,
+            last=layout.pp.last and number == last,
+        )
+        for number, layers in enumerate(chunks)
+    ]
+
+
+def _build_chunk(
+    shape: ModelShape,
+    layout: Layout,
+    config: TransformerConfig,
+    *,
+    vp_stage: int | None,
+    spec: Any,  # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
+    first: bool,
+    last: bool,
+) -> GPTModel:
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab(shape.vocab, layout.tp.size),
         max_sequence_length=shape.max_position,
-        pre_process=layout.pp.first,
-        post_process=layout.pp.last,
+        pre_process=first,
+        post_process=last,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # a float is as good
+        vp_stage=vp_stage,
     )
     if shape.rope_scaling:
         model.rotary_pos_emb.inv_freq = _llama3_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    if layout.pp.last:
+    if last:
         model.output_layer.forward = _hand_through  # pyright: ignore[reportAttributeAccessIssue]
     _mark_replicated_experts(model, layout)
     return model
+
+
+def held_tensors(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+    """What a checkpoint stores of these chunks, by the names of `weights.mapping.boxes_of`."""
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"chunk{number}." if len(chunks) > 1 else ""
+        found |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}
+    return found
 
 
 def _hand_through(hidden: Tensor, weight: Tensor | None = None, **_unused: object) -> tuple[Tensor, None]:

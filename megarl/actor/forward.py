@@ -95,7 +95,10 @@ def run(
     *,
     train: bool,
 ) -> None:
-    """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks."""
+    """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks.
+
+    Several chunks (virtual stages) take a multiple of the pipeline's ranks of micro-batches.
+    """
 
     def step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         microbatch = next(data)
@@ -116,7 +119,7 @@ def run(
     with torch.set_grad_enabled(train):
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(microbatches),
+            data_iterator=iter(microbatches) if len(chunks) == 1 else [iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
             seq_length=max(microbatch.tokens.shape[1] for microbatch in microbatches),

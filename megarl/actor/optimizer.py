@@ -57,7 +57,7 @@ class LrSchedule:
 
 
 def wrap(model: GPTModel) -> DistributedDataParallel:
-    """Parameters and fp32 gradients move into flat buffers; call after the weights are loaded."""
+    """Parameters and fp32 gradients move into flat buffers; call on each chunk after the weights are loaded."""
     ddp = DistributedDataParallel(
         config=model.config,
         ddp_config=DistributedDataParallelConfig(
