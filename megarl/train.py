@@ -39,6 +39,7 @@ class RlRun:
 
 def train(run: RlRun) -> None:
     config = run.config
+    mask_truncated = config.algorithm.truncated == "mask"
     with run.phases.sync():
         run.weights.publish(version=run.start)  # a broken transport fails now, not after step 1
     run.evaluation.maybe_run(run.start)
@@ -46,7 +47,7 @@ def train(run: RlRun) -> None:
         with run.telemetry.step(step):
             with run.phases.rollout():
                 groups = run.rollouts.collect(run.prompts, config.train.prompts_per_step, version=step)
-            batch = collate(groups, temperature=config.rollout.temperature)
+            batch = collate(groups, temperature=config.rollout.temperature, mask_truncated=mask_truncated)
             with run.phases.train():
                 logprobs = run.actor.logprobs(batch)  # old; and reference when the objective has a KL term
                 run.checks.parity(batch, logprobs)  # trainer against engine, on the tokens just sampled

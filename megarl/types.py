@@ -64,6 +64,7 @@ class Sample:
     reward: float | None = None  # None: not scored (yet, or the reward failed)
     rewards: Mapping[str, float] = field(default_factory=dict)  # each reward, unweighted
     step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step ending there)
+    has_outcome: bool = True  # False: `reward` only sums up the steps, and is not trained on beside them
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -73,7 +74,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    baseline: float = 0.0  # reward of the greedy sample (ReMax), else 0
+    baseline: float | None = None  # reward of the greedy sample (ReMax); None: there was none
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -86,9 +87,10 @@ class TrainBatch:
     mask: Tensor  # [T] bool: True iff labels[t] was sampled by the policy
     rollout_logprobs: Tensor  # [T] fp32, of labels[t]
     token_rewards: Tensor  # [T] fp32, outcome reward on the last True position of each row
-    step_ends: Tensor  # [T] bool: a process-reward step ends here
+    step_ends: Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
+    outcome_at: Tensor  # [N] int64: where each row's outcome reward sits in [T]; -1: it has none
     cu_seqlens: Tensor  # [N + 1] int64
-    rewards: Tensor  # [N] fp32
+    rewards: Tensor  # [N] fp32, of the whole row
     baseline: Tensor  # [N] fp32
     group: Tensor  # [N] int64, dense ids 0..G-1
     prompt_id: Tensor  # [N] int64
@@ -112,6 +114,7 @@ class ScoredBatch(TrainBatch):
     advantages: Tensor  # [T] fp32
     old_logprobs: Tensor  # [T] fp32, the trainer's own, before the first update on this batch
     ref_logprobs: Tensor | None  # [T] fp32
+    kl_coef: float  # in force for this batch, in the reward as in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class ObjectiveState:
     """What the objective carries from step to step; saved with checkpoints."""
 
     kl_coef: float
-    reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of rewards seen
+    reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of outcome rewards seen, clipped if raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class UpdateReport:
     loss: float
     grad_norm: float
     lr: float
-    skipped: bool  # True: the gradient was not finite, nothing changed
+    skipped: bool  # True: the gradient was not finite, or no token was trained; nothing changed
     metrics: Mapping[str, float] = field(default_factory=dict)  # clip_frac, entropy, kl/ref ...
 
 

@@ -22,7 +22,8 @@ from megarl.actor.logprobs import TokenOutputs
 from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.actor.reference import Reference
 from megarl.actor.update import UpdateLoss, global_sums
-from megarl.algorithms.objective import loss_weights
+from megarl.algorithms.objective import loss_weights, select_tokens, token_means
+from megarl.algorithms.selection import SELECT
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
 from megarl.data.packing import microbatch_multiple, plan_rows
@@ -33,6 +34,8 @@ from megarl.weights.mapping import Box
 from megarl.weights.models import megatron_boxes
 
 __all__ = ["Actor"]
+
+PlannedUpdate = tuple[tuple[tuple[int, ...], ...], ...]  # [dp_rank][microbatch] -> rows
 
 
 @dataclass
@@ -105,31 +108,55 @@ class Actor:
             constant=self.config.rollout.max_tokens,
         )
         reports = tuple(
-            self._update(batch, ranks[self.layout.dp.rank], weights, num_tokens)
-            for ranks, num_tokens in zip(plan.rows, plan.num_tokens, strict=True)
+            self._update(batch, ranks, weights, num_tokens, index)
+            for index, (ranks, num_tokens) in enumerate(zip(plan.rows, plan.num_tokens, strict=True))
         )
         self.scheduler.step += 1
         return StepReport(reports)
 
     def _update(
-        self, batch: ScoredBatch, rows: tuple[tuple[int, ...], ...], weights: Tensor, num_tokens: int
+        self, batch: ScoredBatch, ranks: PlannedUpdate, weights: Tensor, num_tokens: int, index: int
     ) -> UpdateReport:
-        train = self.config.train
-        zero_grad(self.model, self.optimizer)
-        loss = UpdateLoss(batch, weights, self.config.algorithm, self.device)
-        microbatches = [self._pack(batch, chosen) for chosen in rows]
-        run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
+        """An update without a single token changes nothing: Adam's momentum alone would still move the weights."""
         lr = self.scheduler.lr
-        outcome = take_step(self.optimizer, lr=lr, clip_grad=train.clip_grad)
+        if not num_tokens:
+            return UpdateReport(0.0, 0.0, lr, skipped=True)
+        selected = self._selected(batch, ranks, index)
+        zero_grad(self.model, self.optimizer)
+        loss = UpdateLoss(batch, weights, selected, self.config.algorithm, self.device)
+        microbatches = [self._pack(batch, chosen) for chosen in ranks[self.layout.dp.rank]]
+        run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
+        outcome = take_step(self.optimizer, lr=lr, clip_grad=self.config.train.clip_grad)
         sums = global_sums(loss.sums, counts=self._holds_outputs)
         value = sums.pop("loss")
-        metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
+        metrics = token_means(sums, num_tokens)
+        if self.config.algorithm.needs_reference:
+            metrics["kl/coef"] = batch.kl_coef
         return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
+
+    def _selected(self, batch: ScoredBatch, ranks: PlannedUpdate, index: int) -> Tensor:
+        """[T] bool, chosen by the policy's log-probs now: those at hand before the first update are as good."""
+        algorithm = self.config.algorithm
+        logprobs = batch.old_logprobs
+        if algorithm.loss in SELECT and (index or algorithm.bypass):
+            logprobs = self._score(batch, self._microbatches(batch))
+        rows = [row for rank in ranks for chosen in rank for row in chosen]
+        seed = self.config.run.seed + 1000 * self.scheduler.step + index
+        return select_tokens(batch, logprobs, rows, algorithm, seed)
 
     @property
     def _holds_outputs(self) -> bool:
         """One rank of each tensor group of the last stage: together they hold each row once."""
         return self.layout.pp.last and self.layout.tp.first
+
+    def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        """This rank's share of the whole batch, for a forward pass."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        max_tokens = self.config.train.max_tokens_per_microbatch
+        (ranks,) = plan_rows(
+            lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens, multiple=microbatch_multiple(self.layout)
+        )
+        return [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
 
     def _pack(self, batch: TrainBatch, rows: tuple[int, ...]) -> Microbatch:
         return pack(batch, rows, multiple=self.layout.tp.size, device=self.device)

@@ -27,6 +27,7 @@ class UpdateLoss:
 
     batch: ScoredBatch
     weights: Tensor  # [T] fp64, of the whole batch
+    select: Tensor  # [T] bool
     algorithm: Algorithm
     device: torch.device
     sums: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
@@ -48,6 +49,8 @@ class UpdateLoss:
             advantages=part(batch.advantages),
             mask=microbatch.mask,
             cu_seqlens=microbatch.cu_seqlens,
+            select=part(self.select),
+            kl_coef=batch.kl_coef,
         )
         losses = token_losses(outputs.logprobs_T, outputs.entropy_T, inputs, self.algorithm)
         weights = part(self.weights)

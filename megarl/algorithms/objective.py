@@ -7,8 +7,8 @@ are the loss.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.corrections import CORRECTIONS
-from megarl.algorithms.kl import KL
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt
 from megarl.algorithms.losses import CLIPPED, LOSSES
 from megarl.algorithms.reduce import WEIGHTS
-from megarl.algorithms.segments import clean
-from megarl.config.schema import Algorithm
+from megarl.algorithms.segments import Rows, clean
+from megarl.algorithms.selection import SELECT
+from megarl.algorithms.whitening import Stats, whiten_stats
+from megarl.config.names import CLIPS
+from megarl.config.schema import Algorithm, KlTerm
 from megarl.types import LogProbs, MicrobatchPlan, ObjectiveState, ScoredBatch, TrainBatch
 
-__all__ = ["LossInputs", "TokenLosses", "add_advantages", "initial_state", "loss_weights", "supervised", "token_losses"]
-
-PPO_CLIPPED = ("ppo_clip", "clip_cov")  # the losses that `algorithm.clip_low` and its like are about
+__all__ = [
+    "LossInputs", "TokenLosses", "add_advantages", "initial_state", "loss_weights", "select_tokens", "supervised",
+    "token_losses", "token_means",
+]  # fmt: skip
 
 
 def initial_state(algorithm: Algorithm) -> ObjectiveState:
@@ -36,25 +40,40 @@ def initial_state(algorithm: Algorithm) -> ObjectiveState:
 def add_advantages(
     batch: TrainBatch, logprobs: LogProbs, algorithm: Algorithm, state: ObjectiveState
 ) -> tuple[ScoredBatch, ObjectiveState]:
-    """Clip the outcome rewards, subtract KL where it belongs to the reward, estimate advantages: in that order."""
-    rewards_T = _clipped_rewards(batch, algorithm.reward_clip)
-    if algorithm.needs_reference and algorithm.kl.where == "reward":
-        assert logprobs.ref is not None, "KL in the reward without reference log-probs"
-        kl_T = KL[algorithm.kl.estimator](clean(logprobs.old, batch.mask), clean(logprobs.ref, batch.mask))
-        rewards_T = rewards_T - state.kl_coef * kl_T.detach()
+    """Clip the outcome rewards, normalise them, subtract KL where it belongs to the reward, estimate advantages: in
+    that order (DAPO's overlong shaping comes before all of it, in `megarl.rollout.schedule`).
+
+    The state that comes back is the next batch's: this one is weighed with the coefficient that came in.
+    """
+    kl = algorithm.kl
+    old_T = _engines_logprobs(batch, logprobs.old) if algorithm.bypass else logprobs.old
+    rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
+    rewards_T = _with_outcomes(batch, rewards_N)
+    kl_coef = state.kl_coef
+    if algorithm.needs_reference:
+        assert logprobs.ref is not None, "a KL term without reference log-probs"
+        kl_T = _kl(clean(old_T, batch.mask), clean(logprobs.ref, batch.mask), kl).detach()
+        if kl.where == "reward":
+            rewards_T = rewards_T - state.kl_coef * kl_T
+        if kl.target is not None:
+            kl_coef = _adapted(kl_T, batch, kl, state.kl_coef)
     advantages_T = ADVANTAGES[algorithm.advantage](
         rewards_T,
         batch.mask,
         batch.cu_seqlens,
         batch.group,
         step_ends_T=batch.step_ends,
-        baseline_N=batch.baseline,
+        baseline_N=baseline_N,
         **algorithm.advantage_options,
     )
     scored = ScoredBatch(
-        **_fields(batch), advantages=advantages_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref
+        **_fields(batch),
+        advantages=advantages_T,
+        old_logprobs=old_T,
+        ref_logprobs=logprobs.ref,
+        kl_coef=state.kl_coef,
     )
-    return scored, state
+    return scored, ObjectiveState(kl_coef, (stats.n, stats.mean, stats.m2))
 
 
 def supervised(batch: TrainBatch, logprobs: LogProbs) -> ScoredBatch:
@@ -62,24 +81,93 @@ def supervised(batch: TrainBatch, logprobs: LogProbs) -> ScoredBatch:
     trainer's own and no correction or clip can act."""
     same = {**_fields(batch), "rollout_logprobs": logprobs.old}  # nothing was sampled
     ones_T = batch.mask.to(torch.float32)
-    return ScoredBatch(**same, advantages=ones_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref)
+    return ScoredBatch(**same, advantages=ones_T, old_logprobs=logprobs.old, ref_logprobs=logprobs.ref, kl_coef=0.0)
 
 
 def _fields(batch: TrainBatch) -> dict[str, Any]:
     return {field.name: getattr(batch, field.name) for field in fields(TrainBatch)}
 
 
-def _clipped_rewards(batch: TrainBatch, bounds: tuple[float, float] | None) -> Tensor:
-    """`token_rewards` with each row's outcome reward, which sits on its last True position, clipped."""
-    if bounds is None:
-        return batch.token_rewards
-    positions_T = torch.arange(batch.num_tokens)
-    rewards_T = batch.token_rewards.clone()
-    for row, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
-        trained = positions_T[start:end][batch.mask[start:end]]
-        if trained.numel():
-            rewards_T[trained[-1]] += batch.rewards[row].clamp(*bounds) - batch.rewards[row]
-    return rewards_T
+def _engines_logprobs(batch: TrainBatch, old_T: Tensor) -> Tensor:
+    """What the engine said, the trainer's own where it said nothing."""
+    return torch.where(batch.mask & batch.rollout_logprobs.isfinite(), batch.rollout_logprobs, old_T)
+
+
+def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
+    """(rewards [N], baseline [N], statistics of all outcome rewards so far, this batch's among them).
+
+    Both are treated alike, so that a greedy sample's reward stays comparable.
+    """
+
+    def clipped(x_N: Tensor, stage: str) -> Tensor:
+        here = algorithm.reward_clip is not None and algorithm.reward_clip_stage == stage
+        return x_N.clamp(*algorithm.reward_clip) if here else x_N
+
+    rewards_N, baseline_N = (clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))
+    if algorithm.normalise_rewards:
+        seen = seen.merge(whiten_stats(rewards_N, (batch.outcome_at >= 0) & rewards_N.isfinite()))
+        scale = (seen.variance() + 1e-8) ** -0.5 if seen.variance() else 1.0
+        rewards_N, baseline_N = ((x_N - seen.mean) * scale for x_N in (rewards_N, baseline_N))
+    return clipped(rewards_N, "normalised").float(), clipped(baseline_N, "normalised").float(), seen
+
+
+def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
+    """`token_rewards` with each row's outcome replaced; a process step that ends there too keeps its part."""
+    at, has_N = batch.outcome_at[batch.outcome_at >= 0], batch.outcome_at >= 0
+    step_N = batch.token_rewards[at] - batch.rewards[has_N]  # exactly 0 without such a step, however large the reward
+    return batch.token_rewards.index_put((at,), step_N + rewards_N[has_N])
+
+
+def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
+    """The configured estimator of KL(new || ref), of clean inputs."""
+    if term.estimator == "k3+":  # a clamp of its value must leave its gradient
+        return KL["k3+"](new_T, ref_T, value_clamp=term.value_clamp)
+    value_T = KL[term.estimator](new_T, ref_T)
+    return value_T if term.value_clamp is None else value_T.clamp(-term.value_clamp, term.value_clamp)
+
+
+def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
+    """The KL term of the loss, before its coefficient.
+
+    With `is_ratio`, times pi / pi_old, as the samples are the old policy's. The ratio carries gradient for the
+    estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
+    """
+    kl_T = _kl(new_T, ref_T, term)
+    if not term.is_ratio:
+        return kl_T
+    ratio_T = (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
+
+
+def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
+    """The next batch's coefficient, from the mean over rows of their mean KL a token."""
+    rows = Rows.of(batch.mask, batch.cu_seqlens)
+    trained_N = rows.num_tokens_N > 0
+    if term.target is None or not trained_N.any():
+        return coef
+    mean = float(rows.mean(clean(kl_T, batch.mask).double())[trained_N].mean())
+    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
+
+
+def select_tokens(
+    batch: ScoredBatch, logprobs_T: Tensor, rows: Sequence[int], algorithm: Algorithm, seed: int
+) -> Tensor:
+    """[T] bool: the tokens that clip_cov and kl_cov treat apart in the update of `rows`; none for any other loss.
+
+    `logprobs_T` are those of the policy as this update finds it. The same on every rank, as they draw alike.
+    """
+    if algorithm.loss not in SELECT:
+        return torch.zeros_like(batch.mask)
+    chosen_N = torch.zeros(batch.num_rows, dtype=torch.bool)
+    chosen_N[list(rows)] = True
+    mask_T = batch.mask & chosen_N.repeat_interleave(batch.cu_seqlens.diff())
+    options = dict(algorithm.select_options)
+    if algorithm.loss == "clip_cov":
+        options |= {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    generator = torch.Generator().manual_seed(seed)
+    return SELECT[algorithm.loss](
+        logprobs_T, batch.old_logprobs, batch.advantages, mask_T, generator=generator, **options
+    )
 
 
 def loss_weights(
@@ -110,6 +198,8 @@ class LossInputs:
     advantages: Tensor  # [M] fp32
     mask: Tensor  # [M] bool
     cu_seqlens: Tensor  # [rows + 1] int64
+    select: Tensor  # [M] bool: what SELECT chose of them
+    kl_coef: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +213,16 @@ def token_losses(logprobs_T: Tensor, entropy_T: Tensor | None, inputs: LossInput
 
     `logprobs_T` [M] carries the gradient; `entropy_T` [M] needs to only where `algorithm.entropy_coef` is not 0.
     """
-    mask_T, old_T, advantages_T = inputs.mask, inputs.old_logprobs, inputs.advantages
-    at = (logprobs_T, old_T, advantages_T, mask_T, inputs.cu_seqlens)
+    mask_T = inputs.mask
+    at = (logprobs_T, inputs.old_logprobs, inputs.advantages, mask_T, inputs.cu_seqlens)
     options = loss_options(algorithm)
-    loss_T = LOSSES[algorithm.loss](*at, **options)
-    weights_T = CORRECTIONS[algorithm.correction](
-        old_T,
-        inputs.rollout_logprobs,
-        mask_T,
-        inputs.cu_seqlens,
-        logprobs_T=logprobs_T,
-        advantages_T=advantages_T,
-        **algorithm.correction_options,
-    )
-    loss_T = loss_T * weights_T
-    new_T, old_T, rollout_T = (clean(x_T, mask_T) for x_T in (logprobs_T, old_T, inputs.rollout_logprobs))
-    sums = {
+    selected = {"select_T": inputs.select} if algorithm.loss in SELECT else {}
+    weights_T, sums = _correction(logprobs_T, inputs, algorithm)
+    loss_T = LOSSES[algorithm.loss](*at, **options, **selected) * weights_T
+    new_T, old_T, rollout_T = (clean(x_T, mask_T) for x_T in (logprobs_T, inputs.old_logprobs, inputs.rollout_logprobs))
+    sums |= {
         "kl/rollout": KL["k3"](rollout_T, old_T),  # sampled by the engine: KL(engine || trainer)
         "kl/old": KL["k3"](old_T, new_T.detach()),
-        "correction/weight": weights_T,
         "clip_frac": CLIPPED[algorithm.loss](*at, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_T),
     }
     if algorithm.needs_reference:
@@ -149,7 +230,7 @@ def token_losses(logprobs_T: Tensor, entropy_T: Tensor | None, inputs: LossInput
         ref_T = clean(inputs.ref_logprobs, mask_T)
         sums["kl/ref"] = KL["k3"](new_T.detach(), ref_T)
         if algorithm.kl.where == "loss":
-            loss_T = loss_T + algorithm.kl.coef * KL[algorithm.kl.estimator](new_T, ref_T)
+            loss_T = loss_T + inputs.kl_coef * _kl_loss(new_T, old_T, ref_T, algorithm.kl)
     if entropy_T is not None:
         sums["entropy"] = clean(entropy_T, mask_T)
         if algorithm.entropy_coef:
@@ -157,13 +238,32 @@ def token_losses(logprobs_T: Tensor, entropy_T: Tensor | None, inputs: LossInput
     return TokenLosses(loss_T, {name: x_T.detach().double().sum() for name, x_T in sums.items()})
 
 
-def loss_options(algorithm: Algorithm) -> dict[str, Any]:
-    """`loss_options`, under them clip_low, clip_high and dual_clip for PPO's clip.
+def _correction(logprobs_T: Tensor, inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] weights, what is told of them): the plain importance weights too, whose spread is the sample's worth."""
+    at = (inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, inputs.cu_seqlens)
+    name = algorithm.correction
+    weights_T = CORRECTIONS[name](
+        *at, logprobs_T=logprobs_T, advantages_T=inputs.advantages, **algorithm.correction_options
+    )
+    plain_T = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](*at, cap=float("inf"))
+    truncates = name in ("tis", "seq_tis", "icepop")
+    changed_T = (weights_T != plain_T) if truncates else inputs.mask & (weights_T == 0)
+    return weights_T, {
+        "correction/weight": weights_T,
+        "correction/clipped": changed_T,
+        "correction/plain": plain_T,
+        "correction/plain_squared": plain_T.double().square(),
+    }
 
-    The bounds of the other losses bound other quantities (GSPO's a row's mean ratio): they keep their own defaults.
-    """
-    if algorithm.loss not in PPO_CLIPPED:
-        return dict(algorithm.loss_options)
-    takes = signature(LOSSES[algorithm.loss].args[0]).parameters
-    clips = {name: getattr(algorithm, name) for name in ("clip_low", "clip_high", "dual_clip") if name in takes}
-    return clips | algorithm.loss_options
+
+def token_means(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+    """What an update tells, from sums over its tokens. correction/ess: the share of the samples that the engine's
+    would be worth under plain importance weights, (sum w)^2 / (n sum w^2)."""
+    means = {name: total / max(1, num_tokens) for name, total in sums.items()}
+    plain, squared = means.pop("correction/plain", 0.0), means.pop("correction/plain_squared", 0.0)
+    return means | ({"correction/ess": plain**2 / squared} if squared else {})
+
+
+def loss_options(algorithm: Algorithm) -> dict[str, Any]:
+    """`loss_options`, and those of clip_low, clip_high and dual_clip that the loss has."""
+    return {name: getattr(algorithm, name) for name in CLIPS.get(algorithm.loss, ())} | algorithm.loss_options

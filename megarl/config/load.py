@@ -28,6 +28,7 @@ __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
 COMMAND_LINE = "on the command line"
 NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, meaningful for that name only
+LOSS_BOUNDS = ("clip_low", "clip_high", "dual_clip")  # so are these, for the loss
 
 
 class _Loader(yaml.SafeLoader):
@@ -180,7 +181,8 @@ def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
     preset = deepcopy(dict(PRESETS[name]))
     for part in NAMED_OPTIONS:  # another function's options would be refused by this one
         if part in explicit and explicit[part] != preset.get(part):
-            preset.pop(f"{part}_options", None)
+            for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
+                preset.pop(key, None)
     return _merge(preset, explicit) | {"preset": name}
 
 

@@ -6,7 +6,9 @@ of its function; a test holds them together.
 
 from __future__ import annotations
 
-__all__ = ["ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "NOT_IN_THE_LOOP"]
+__all__ = [
+    "ADVANTAGES", "AGGREGATIONS", "CLIPS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "NOT_IN_THE_LOOP", "SELECT",
+]  # fmt: skip
 
 _WHITENED = ("whiten", "std", "eps")
 _CLIP = ("clip_low", "clip_high")
@@ -52,10 +54,13 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "seq_mask": ("low", "high"),
     "opsm": ("delta",),
 }
-GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one
-NOT_IN_THE_LOOP = {  # a function of megarl.algorithms for which the loop does not yet make what it needs
-    "gae": "a critic's values",
-    "remax": "a greedy sample a prompt",
-    "clip_cov": "a selection of tokens over the batch",
-    "kl_cov": "a selection of tokens over the batch",
+SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # beside the bounds
+CLIPS: dict[str, dict[str, float]] = {  # each loss's own bounds, as algorithm.clip_low and its like
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
+    "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
 }
+GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one
+NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions for which the loop does not make what they need

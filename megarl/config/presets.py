@@ -1,4 +1,9 @@
-"""Presets: named sets of the values of `algorithm:`, merged under what the user writes. Plain data, no torch."""
+"""Presets: named sets of the values of `algorithm:`, merged under what the user writes. Plain data, no torch.
+
+Values are those of the papers named. What no paper speaks of is the same everywhere: the engine's log-probs are
+never quite the trainer's, so token-level truncated importance sampling at 2 corrects for it (`tis`, in
+`grpo_paper` alone nothing does), and `dual_clip` is on only where it is said to be.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,140 @@ from typing import Any
 
 __all__ = ["PRESETS"]
 
+_TIS: dict[str, Any] = {"correction": "tis", "correction_options": {"cap": 2.0}}
+_GRPO: dict[str, Any] = {"advantage": "grpo", "advantage_options": {"std": "unbiased", "eps": 1e-6}}
+
 PRESETS: dict[str, dict[str, Any]] = {
-    # The group's mean and standard deviation as baseline and scale; clip-higher and token-mean of DAPO; no KL.
+    # What large runs do today: the group's mean and deviation (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
+    # clip-higher, token-mean and dynamic sampling (arXiv 2503.14476, 3.1 to 3.3), dual clip (arXiv 1912.09729) at
+    # 10, no KL, no entropy bonus.
     "grpo": {
-        "advantage": "grpo",
+        **_GRPO,
         "loss": "ppo_clip",
-        "aggregation": "token-mean",
         "clip_low": 0.2,
         "clip_high": 0.28,
         "dual_clip": 10.0,
+        "aggregation": "token-mean",
         "kl": {"coef": 0.0},
-        "correction": "tis",
-        "correction_options": {"cap": 2.0},
+        "filter_zero_std": True,
+        **_TIS,
     },
-    # No group and no critic: KL in the reward, summed to the end, whitened over the batch (arXiv 2501.03262).
+    # DeepSeekMath, arXiv 2402.03300: equation 3 (a mean over responses of means over tokens), equation 4 (k3), and
+    # 4.2 (coefficient 0.04). The paper does not say which deviation, nor a clip range: PPO's 0.2.
+    "grpo_paper": {
+        **_GRPO,
+        "loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-mean",
+        "kl": {"estimator": "k3", "where": "loss", "coef": 0.04},
+        "filter_zero_std": False,
+        "correction": "none",
+    },
+    # DAPO, arXiv 2503.14476: clip-higher (3.1), dynamic sampling (3.2), token-level loss (3.3), overlong shaping
+    # over the last 4096 of 20480 tokens (3.4, 4.1): a fifth; no KL (2.3).
+    "dapo": {
+        **_GRPO,
+        "loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": None,
+        "aggregation": "token-mean",
+        "kl": {"coef": 0.0},
+        "filter_zero_std": True,
+        "overlong": {"buffer": 0.2, "factor": 1.0},
+        **_TIS,
+    },
+    # Dr. GRPO, arXiv 2503.20783, 3.2: neither the deviation nor the response's length divides; no KL. The constant
+    # is rollout.max_tokens.
+    "dr_grpo": {
+        "advantage": "dr_grpo",
+        "loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl": {"coef": 0.0},
+        **_TIS,
+    },
+    # GSPO, arXiv 2507.18071: equation 5 (a row's ratio, a mean over responses), 5.1 (3e-4 and 4e-4); no KL.
+    "gspo": {
+        **_GRPO,
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-mean",
+        "kl": {"coef": 0.0},
+        **_TIS,
+    },
+    # CISPO, MiniMax-M1, arXiv 2506.13585, 3.1: clipped importance weights, no lower bound, a mean over tokens, no
+    # KL. The upper bound is tuned there and not told; a weight of at most 5 is that of ScaleRL, arXiv 2510.13786.
+    "cispo": {
+        **_GRPO,
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": "token-mean",
+        "kl": {"coef": 0.0},
+        **_TIS,
+    },
+    # RLOO, arXiv 2402.14740, 3.2: a response is one action, so its tokens' losses are summed; KL in the reward
+    # (equation 2). The coefficient is that of rule rewards, as for reinforce_pp. The clip acts only from the second
+    # update on a batch.
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-sum",
+        "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
+        **_TIS,
+    },
+    # Williams 1992: the reward-to-go times the gradient of log pi, no baseline, no discount.
+    "reinforce": {
+        "advantage": "reinforce",
+        "advantage_options": {"gamma": 1.0, "whiten": False},
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        "kl": {"coef": 0.0},
+        **_TIS,
+    },
+    # REINFORCE++, arXiv 2501.03262: KL in the reward of every token, summed to the end, whitened over the batch; no
+    # group is needed. 0.001 with rewards by rule, 0.01 with a reward model (its authors' settings).
     "reinforce_pp": {
         "advantage": "reinforce_pp",
+        "advantage_options": {"gamma": 1.0, "whiten": True},
         "loss": "ppo_clip",
-        "aggregation": "token-mean",
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 10.0,
+        "aggregation": "token-mean",
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
-        "correction": "tis",
-        "correction_options": {"cap": 2.0},
+        **_TIS,
+    },
+    # REINFORCE++-baseline, arXiv 2501.03262: the group's mean, then whitened over the batch; KL in the loss with
+    # the gradient of k2. 0.001 is its authors' script's.
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "advantage_options": {"whiten": True},
+        "loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 10.0,
+        "aggregation": "token-mean",
+        "kl": {"estimator": "k2", "where": "loss", "coef": 0.001},
+        **_TIS,
+    },
+    # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample a
+    # prompt; KL in the reward (4.2), with the coefficient of rule rewards.
+    "remax": {
+        "advantage": "remax",
+        "advantage_options": {"gamma": 1.0, "whiten": False},
+        "loss": "reinforce",
+        "aggregation": "seq-mean-token-sum",
+        "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
+        **_TIS,
     },
 }

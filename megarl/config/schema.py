@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from megarl.config.names import CLIPS
 from megarl.layout import Parallel
 
 __all__ = [
     "Algorithm", "Checkpoint", "Checks", "Config", "Create", "Eval", "KlTerm", "Launch", "Model", "Moe",
-    "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
+    "Overlong", "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
 ]  # fmt: skip
 
 
@@ -73,29 +74,66 @@ class Reward(Section):
 
 
 class KlTerm(Section):
+    """KL(policy || reference). The estimator not given: k1 in the reward, k3+ in the loss."""
+
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
-    coef: float = Field(default=0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # the coefficient follows; None: fixed
+    horizon: PositiveInt = 10000  # samples over which it follows
+    value_clamp: float | None = Field(default=None, gt=0)  # of the estimator's value; 10 is what several trainers do
+    is_ratio: bool = False  # in the loss, weigh by pi / pi_old with its gradient (DeepSeek-V3.2, arXiv 2512.02556)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator_by_place(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("where") == "reward":
+            return {"estimator": "k1"} | values
+        return values
+
+
+class Overlong(Section):
+    """Less reward for what comes near rollout.max_tokens (DAPO, arXiv 2503.14476, 3.4)."""
+
+    buffer: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # tokens before the limit; below 1: a share of it
+    factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # what a response of max_tokens loses
 
 
 class Algorithm(Section):
-    """A preset is only a set of these values (megarl.algorithms.presets) and prints as such."""
+    """A preset is only a set of these values (megarl.config.presets) and prints as such."""
 
     preset: str = "grpo"
     advantage: str = "grpo"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     loss: str = "ppo_clip"
     loss_options: dict[str, Any] = Field(default_factory=dict)
+    select_options: dict[str, Any] = Field(default_factory=dict)  # which tokens clip_cov and kl_cov treat apart
+    clip_low: float | None = Field(default=None, ge=0)  # bounds of the loss; not given: the loss's own
+    clip_high: float | None = Field(default=None, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
     correction: str = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.28, ge=0)
-    dual_clip: float | None = Field(default=10.0, gt=1)
-    entropy_coef: float = 0.0
-    filter_zero_std: bool = False
+    bypass: bool = False  # the engine's log-probs are the old ones, so the loss's ratio holds the whole gap
+    entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
+    filter_zero_std: bool = False  # groups of equal rewards give way to fresh prompts (DAPO's dynamic sampling)
+    max_refills: int = Field(default=4, ge=0)  # rounds of fresh prompts a step; then it goes on with what there is
+    overlong: Overlong = Overlong()
+    truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
+    truncated_reward: float = Field(default=0.0, allow_inf_nan=False)  # theirs when penalised, whatever the rewards say
     reward_clip: tuple[float, float] | None = None
+    reward_clip_stage: Literal["raw", "normalised"] = "raw"
+    normalise_rewards: bool = False  # by mean and deviation of all rewards seen, so of training so far
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_of_the_loss(cls, values: Any) -> Any:
+        """What is not given is the loss's own, so that a config prints the bounds that act."""
+        if not isinstance(values, dict):
+            return values
+        given = {k: v for k, v in values.items() if v is not None or k not in ("clip_low", "clip_high")}
+        return CLIPS.get(str(values.get("loss", "ppo_clip")), {}) | given
 
     @property
     def needs_reference(self) -> bool:

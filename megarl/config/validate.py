@@ -16,8 +16,17 @@ from typing import Any
 
 from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model, read_model
-from megarl.config.names import ADVANTAGES, AGGREGATIONS, CORRECTIONS, GROUP_ADVANTAGES, LOSSES, NOT_IN_THE_LOOP
-from megarl.config.schema import Config
+from megarl.config.names import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CLIPS,
+    CORRECTIONS,
+    GROUP_ADVANTAGES,
+    LOSSES,
+    NOT_IN_THE_LOOP,
+    SELECT,
+)
+from megarl.config.schema import Algorithm, Config
 from megarl.layout import Layout, smallest_world
 from megarl.platform.env import Env, count_gpus
 
@@ -183,6 +192,9 @@ def _check_algorithm(config: Config) -> None:
             raise ValueError(f"algorithm.{key}={name} needs {NOT_IN_THE_LOOP[name]}, which this version does not make")
         if isinstance(known, Mapping):
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
+    _check_options(
+        "algorithm.select", f"loss={algorithm.loss}", algorithm.select_options, SELECT.get(algorithm.loss, ())
+    )
     if config.stage != "rl":
         return
     if config.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
@@ -192,6 +204,8 @@ def _check_algorithm(config: Config) -> None:
         )
     if algorithm.loss == "sft":
         raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
+    _check_bounds(algorithm)
+    _check_objective(config)
     # the trainer recomputes log-probs over the whole vocabulary; a sampler that cut it off used another distribution
     for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
         if (value := getattr(config.rollout, key)) not in (off, 0 if key == "top_k" else off):
@@ -199,6 +213,46 @@ def _check_algorithm(config: Config) -> None:
                 f"rollout.{key}={value} is refused in training: the engine would sample from a truncated distribution "
                 f"whose log-probs the trainer cannot reproduce; set it to {off}"
             )
+
+
+def _check_bounds(algorithm: Algorithm) -> None:
+    """A bound that is given acts, or is refused."""
+    takes = CLIPS.get(algorithm.loss, {})
+    for key in ("clip_low", "clip_high", "dual_clip"):
+        if getattr(algorithm, key) is not None and key not in takes:
+            raise ValueError(
+                f"algorithm.{key}={getattr(algorithm, key)}, but loss={algorithm.loss} has no such bound "
+                f"(it has {' and '.join(takes) or 'none'}); remove it"
+            )
+        if key in algorithm.loss_options:
+            raise ValueError(f"algorithm.loss_options.{key} is a setting of its own; write algorithm.{key}")
+
+
+def _check_objective(config: Config) -> None:
+    """Settings that contradict one another."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if algorithm.bypass and algorithm.correction != "none":
+        raise ValueError(
+            f"algorithm.bypass=true puts the gap between engine and trainer into the loss's ratio, and correction="
+            f"{algorithm.correction} would count it again; set algorithm.correction=none"
+        )
+    if kl.target is not None and kl.coef == 0:
+        raise ValueError(f"algorithm.kl.target={kl.target} adapts a coefficient of 0, which stays 0; give kl.coef")
+    if kl.is_ratio and kl.where == "reward":
+        raise ValueError("algorithm.kl.is_ratio=true is about KL in the loss; set it to false, or kl.where=loss")
+    if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.is_ratio:
+        raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
+    if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
+        raise ValueError(f"algorithm.reward_clip={list(algorithm.reward_clip)} must rise, as [-5, 5]")
+    if algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards:
+        raise ValueError(
+            "algorithm.reward_clip_stage=normalised, but normalise_rewards=false; use raw, or normalise_rewards=true"
+        )
+    if algorithm.overlong.buffer > config.rollout.max_tokens:
+        raise ValueError(
+            f"algorithm.overlong.buffer={algorithm.overlong.buffer:g} exceeds rollout.max_tokens="
+            f"{config.rollout.max_tokens}; lower it (below 1 it is a share of max_tokens)"
+        )
 
 
 def _check_options(key: str, name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -79,6 +79,7 @@ def score_rows(actor: Actor, tokens_NL: Tensor) -> Tensor:
         rollout_logprobs=zeros_T,
         token_rewards=zeros_T,
         step_ends=zeros_T.bool(),
+        outcome_at=torch.full((num_rows,), -1),
         cu_seqlens=torch.arange(num_rows + 1) * length,
         rewards=zeros_N,
         baseline=zeros_N,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from megarl.rewards.scorer import make_scorer
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.schedule import Rollouts, has_spread
+from megarl.rollout.shaping import Shaping
 from megarl.sft import SftRun, sft
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.train import RlRun, train
@@ -128,13 +130,17 @@ class Parts:
         )
 
     def rollouts(self, exchange: Exchange) -> Rollouts:
-        config = self.config
+        config, algorithm = self.config, self.config.algorithm
+        keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
         return Rollouts(
             exchange,
             samples_per_prompt=config.rollout.samples_per_prompt,
             temperature=config.rollout.temperature,
             run_seed=config.run.seed,
-            keep=has_spread if config.algorithm.filter_zero_std else None,
+            keep=keep if algorithm.filter_zero_std else None,
+            max_refills=algorithm.max_refills,
+            shape=Shaping(algorithm, config.rollout.max_tokens),
+            greedy_baseline=algorithm.advantage == "remax",
         )
 
     def evaluation(self, exchange: Exchange, *, every: int) -> Evaluation:

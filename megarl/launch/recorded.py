@@ -10,7 +10,7 @@ from typing import Any
 from megarl.data.tokenizer import Tokenizer
 from megarl.roles import Actor, Prompts, Rewards, Weights
 from megarl.rollout.schedule import Rollouts, digest
-from megarl.telemetry.metrics import publish_metrics
+from megarl.telemetry.metrics import publish_metrics, spread_metrics
 from megarl.types import (
     Group,
     LogProbs,
@@ -68,7 +68,9 @@ class RecordedRollouts:
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> list[Group]:
         groups = self.rollouts.collect(prompts, count, version=version)
-        self.record({"rollout/digest": digest(groups), **self.rollouts.counts})
+        self.record(
+            {"rollout/digest": digest(groups), **self.rollouts.counts, **spread_metrics(self.rollouts.generated)}
+        )
         return groups
 
 

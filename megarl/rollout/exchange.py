@@ -105,7 +105,14 @@ def pack(samples: Sequence[Sample], digest: int) -> Tensor:
     """[bytes] uint8. Raises TypeError when `extra` holds what JSON cannot."""
     ints = [(s.prompt_id, s.index, s.tokens.numel(), FINISH.index(s.finish), *s.versions) for s in samples]
     rest = [
-        {"text": s.text, "reward": s.reward, "rewards": s.rewards, "steps": s.step_rewards, "extra": s.extra}
+        {
+            "text": s.text,
+            "reward": s.reward,
+            "rewards": s.rewards,
+            "steps": s.step_rewards,
+            "outcome": s.has_outcome,
+            "extra": s.extra,
+        }
         for s in samples
     ]
     empty = torch.empty(0)
@@ -153,6 +160,7 @@ def unpack(part: Tensor) -> list[Sample]:
                 reward=more["reward"],
                 rewards=more["rewards"],
                 step_rewards=tuple((position, reward) for position, reward in more["steps"]),
+                has_outcome=more["outcome"],
                 extra=more["extra"],
             )
         )

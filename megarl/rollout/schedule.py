@@ -1,6 +1,7 @@
 """What to sample, and which samples become groups: pure, with the sampling and scoring injected.
 
-    prompts -> requests -> generate (sample + score, on the ranks that hold the engines) -> groups -> keep? -> refill
+    prompts -> requests -> generate (sample + score, on the ranks that hold the engines) -> shape -> groups
+            -> keep? -> refill
 
 Every rank runs this with the same inputs and gets the same groups.
 """
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.roles import Prompts
-from megarl.types import Group, Prompt, Sample
+from megarl.types import CheckFailed, Group, Prompt, Sample
 
 __all__ = ["Request", "Rollouts", "digest", "has_spread", "request_seed"]
 
+MAX_EMPTY_STEPS = 3  # in a row: a reward that is down for longer will not come back by itself
 Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
 
 
@@ -37,9 +39,11 @@ def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") & 0x7FFFFFFF
 
 
-def has_spread(group: Group) -> bool:
-    """Not all rewards of the group are equal: only such a group has a group-relative advantage."""
-    return len({sample.reward for sample in group.samples}) > 1
+def has_spread(group: Group, *, mask_truncated: bool = False) -> bool:
+    """Not all rewards of the group are equal, as outcomes or as steps: only such a group has advantages."""
+    samples = [s for s in group.samples if not (mask_truncated and s.finish == "length")]
+    steps = {reward for sample in samples for _, reward in sample.step_rewards}
+    return len({sample.reward for sample in samples}) > 1 or len(steps) > 1
 
 
 def digest(groups: Sequence[Group]) -> str:
@@ -61,56 +65,80 @@ class Rollouts:
     run_seed: int
     keep: Callable[[Group], bool] | None = None  # a group that is not kept is replaced by a fresh prompt's
     max_refills: int = 4  # rounds of fresh prompts; then the step goes on with the groups there are
+    shape: Callable[[Sample], Sample] | None = None  # what the objective changes of a reward
+    greedy_baseline: bool = False  # one more sample a prompt, greedy, whose reward is the group's baseline (ReMax)
     counts: Counter[str] = field(default_factory=Counter)
     generated: list[Group] = field(default_factory=list)  # every scored group of the last step, kept or not
+    empty_steps: int | None = None  # in a row, up to now; None: no step had a group yet
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> list[Group]:
-        """`count` groups (fewer when refills run out), each with at least one scored sample.
+        """`count` groups, or fewer when refills run out; each has at least one scored sample. No group at all is an
+        empty step, which changes nothing.
 
-        Raises ValueError when no sample could be scored, or no group was kept.
+        Raises ValueError when that happens before any step had a group, CheckFailed at the third one in a row.
         """
         self.counts, self.generated = Counter(), []
         kept: list[Group] = []
+        flat: list[Group] = []
         for refill in range(1 + self.max_refills):
             self.counts["rollout/refills"] = refill
             groups = self._groups(prompts.take(count - len(kept)), version)
             self.generated += groups
             for group in groups:
-                if self.keep is None or self.keep(group):
-                    kept.append(group)
-                else:
-                    self.counts["groups/filtered"] += 1
+                (kept if self.keep is None or self.keep(group) else flat).append(group)
             if len(kept) == count or (self.keep is None and kept):
-                return kept
-        if kept:
-            return kept
-        raise ValueError(
-            f"step {version}: none of {(1 + self.max_refills) * count} groups can be trained on ({dict(self.counts)}); "
-            "check the rewards (each cause is counted by name), or set algorithm.filter_zero_std: false"
+                break
+        if not kept:  # as if nothing were filtered: without advantages, the terms for KL and entropy still act
+            kept, flat = flat[:count], flat[count:]
+            self.counts["groups/kept_flat"] = len(kept)
+        self.counts["groups/filtered"] = len(flat)
+        self._note(version, (1 + self.max_refills) * count, empty=not kept)
+        return kept
+
+    def _note(self, version: int, asked: int, *, empty: bool) -> None:
+        if not empty:
+            self.empty_steps = 0
+            return
+        what = (
+            f"step {version}: none of {asked} groups can be trained on ({dict(self.counts)}); check the rewards (each "
+            "cause is counted by name)"
         )
+        self.counts["rollout/empty"] = 1
+        if self.empty_steps is None:
+            raise ValueError(what)
+        self.empty_steps += 1
+        if self.empty_steps >= MAX_EMPTY_STEPS:
+            raise CheckFailed(f"{what}; so it was for {self.empty_steps} steps in a row")
 
     def _groups(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
-        """Sample every prompt; leave out samples without a reward, and groups without samples."""
+        """Sample every prompt; leave out samples without a reward, and groups without samples or baseline."""
+        indices = [(index, self.temperature) for index in range(self.samples_per_prompt)]
+        if self.greedy_baseline:
+            indices.append((self.samples_per_prompt, 0.0))
         requests = [
-            Request(prompt, index, request_seed(self.run_seed, version, prompt.prompt_id, index), self.temperature)
+            Request(prompt, index, request_seed(self.run_seed, version, prompt.prompt_id, index), temperature)
             for prompt in prompts
-            for index in range(self.samples_per_prompt)
+            for index, temperature in indices
         ]
         by_prompt: dict[int, list[Sample]] = {prompt.prompt_id: [] for prompt in prompts}
         for sample in self.generate(requests, version=version):
-            by_prompt[sample.prompt_id].append(sample)
-        groups = [_group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
+            by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
+        groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         for group in groups:
             self.counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
+            no_baseline = self.greedy_baseline and group.baseline is None
+            self.counts["groups/no_baseline"] += no_baseline
             self.counts["groups/empty"] += not group.samples
-        return [group for group in groups if group.samples]
+        return [g for g in groups if g.samples and not (self.greedy_baseline and g.baseline is None)]
 
-
-def _group(prompt: Prompt, samples: Sequence[Sample]) -> Group:
-    """The scored samples by index. Why a sample has no reward is in ``extra["dropped"]``."""
-    dropped = Counter(_cause(sample.extra) for sample in samples if sample.reward is None)
-    scored = sorted((s for s in samples if s.reward is not None), key=lambda sample: sample.index)
-    return Group(prompt, tuple(scored), dropped=dict(dropped))
+    def _group(self, prompt: Prompt, samples: Sequence[Sample]) -> Group:
+        """The scored samples by index, the greedy one's reward beside them. Why a sample has no reward is in
+        ``extra["dropped"]``."""
+        dropped = Counter(_cause(sample.extra) for sample in samples if sample.reward is None)
+        scored = sorted((s for s in samples if s.reward is not None), key=lambda sample: sample.index)
+        drawn = tuple(sample for sample in scored if sample.index < self.samples_per_prompt)
+        baseline = scored[-1].reward if len(scored) > len(drawn) else None
+        return Group(prompt, drawn, baseline, dict(dropped))
 
 
 def _cause(extra: Mapping[str, Any]) -> str:

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a report is drawn from the file without torch
     from megarl.types import Group, PublishReport, StepReport
 
-__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
+__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "spread_metrics", "update_metrics"]
+
+
+def spread_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of all groups that were generated, before any is filtered: such with equal rewards, such of one sample."""
+    if not groups:
+        return {}
+    flat = [len({sample.reward for sample in group.samples}) <= 1 for group in groups]
+    return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
@@ -31,7 +39,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         return {}
     rewards = [sample.reward or 0.0 for sample in samples]
     lengths = [int(sample.trainable.sum()) for sample in samples]
-    spread = [len({sample.reward for sample in group.samples}) > 1 for group in groups]
+    baselines = [group.baseline for group in groups if group.baseline is not None]
     parts: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, value in sample.rewards.items():
@@ -39,7 +47,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/frac_zero_std": 1 - fmean(spread),
+        **spread_metrics(groups),
+        **({"reward/baseline": fmean(baselines)} if baselines else {}),
         **{f"reward/{name}/mean": fmean(values) for name, values in sorted(parts.items())},
         "length/mean": fmean(lengths),
         "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
@@ -49,7 +58,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def update_metrics(report: StepReport) -> dict[str, Any]:
-    """Means over the updates of a step; `update/skipped` counts those whose gradient was not finite."""
+    """Means over the updates of a step; `update/skipped` counts those that changed nothing."""
     updates = report.updates
     if not updates:
         return {"updates": 0, "update/skipped": 0}

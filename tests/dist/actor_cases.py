@@ -94,6 +94,7 @@ def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, long
         rollout_logprobs=torch.zeros(total),
         token_rewards=torch.zeros(total).index_put((last,), rewards),
         step_ends=torch.zeros(total, dtype=torch.bool),
+        outcome_at=last,
         cu_seqlens=cu_seqlens,
         rewards=rewards,
         baseline=torch.zeros(num_rows),

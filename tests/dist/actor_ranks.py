@@ -217,6 +217,7 @@ def check_updates(bench: Bench) -> dict[str, Any]:
         advantages=torch.zeros_like(batch.rollout_logprobs),
         old_logprobs=torch.zeros_like(batch.rollout_logprobs),
         ref_logprobs=None,
+        kl_coef=0.0,
     )
     before = taught.logprobs(batch).old
     return {

@@ -17,6 +17,7 @@ from megarl.algorithms.objective import (
     supervised,
     token_losses,
 )
+from megarl.config.names import CLIPS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Algorithm, Train
 from megarl.data.collate import collate
@@ -71,6 +72,8 @@ def inputs_of(batch: ScoredBatch) -> LossInputs:
         advantages=batch.advantages,
         mask=batch.mask,
         cu_seqlens=batch.cu_seqlens,
+        select=torch.zeros_like(batch.mask),
+        kl_coef=batch.kl_coef,
     )
 
 
@@ -154,21 +157,23 @@ def test_token_losses_add_up_to_the_formula():
     torch.testing.assert_close(new.grad, torch.where(batch.mask, slope, 0), rtol=1e-4, atol=1e-6)
 
 
-def test_the_clip_of_the_config_is_ppos_and_others_keep_their_own():
+@pytest.mark.parametrize("loss", CLIPS)
+def test_the_bounds_of_the_config_are_those_of_the_loss(loss):
+    """Its own where none is given, and each that is given acts."""
     batch = make_batch()
     scored = scored_by(batch, algorithm())
-    new = scored.old_logprobs + torch.where(scored.advantages > 0, 1e-3, -1e-3)
-    at = (new, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
-    for loss, given, used in (
-        ("gspo", {}, {"clip_low": 3e-4, "clip_high": 4e-4}),
-        ("gspo", {"clip_high": 6e-4}, {"clip_low": 3e-4, "clip_high": 6e-4}),
-        ("ppo_clip", {}, {"clip_low": 2e-4, "clip_high": 5e-4}),
-        ("ppo_clip", {"clip_low": 1e-4}, {"clip_low": 1e-4, "clip_high": 5e-4}),
-    ):
-        rules = algorithm(loss=loss, loss_options=given, clip_low=2e-4, clip_high=5e-4)
-        done = token_losses(new, None, inputs_of(scored), rules).loss
-        torch.testing.assert_close(done, LOSSES[loss](*at, **used), rtol=0, atol=0)
-        assert not torch.equal(done, LOSSES[loss](*at, clip_low=0.2, clip_high=0.28)), "the bounds are met"
+    at = (scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
+    far = scored.old_logprobs + torch.where(scored.advantages > 0, 3.0, -3.0)
+    for new in (far, 2 * scored.old_logprobs - far):
+        for given in ({}, *({name: 3.0 if name == "dual_clip" else 1e-4} for name in CLIPS[loss])):
+            done = token_losses(new, None, inputs_of(scored), algorithm(loss=loss, **given)).loss
+            torch.testing.assert_close(done, LOSSES[loss](new, *at, **given), rtol=0, atol=0)
+    for name in CLIPS[loss]:
+        bound = {name: 3.0 if name == "dual_clip" else 1e-4}
+        assert any(
+            not torch.equal(LOSSES[loss](new, *at, **bound), LOSSES[loss](new, *at))
+            for new in (far, 2 * scored.old_logprobs - far)
+        ), f"{name} is met"
 
 
 def test_sums_are_over_trained_tokens():
@@ -246,6 +251,8 @@ def gradient(scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggreg
             advantages=scored.advantages[index],
             mask=scored.mask[index],
             cu_seqlens=lengths.cumsum(0),
+            select=torch.zeros_like(index, dtype=torch.bool),
+            kl_coef=scored.kl_coef,
         )
         loss = token_losses(new, None, part, rules).loss
         (loss * weights[index]).sum().backward()

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
 from megarl.algorithms.advantages import _maybe_whitened
 from megarl.config import names
 from megarl.config.create import hf_config
-from megarl.config.load import parse_config
+from megarl.config.load import parse_config, resolved_yaml
+from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Create
 from megarl.config.validate import check_config, model_shape
 from megarl.platform.env import Env
@@ -84,6 +86,17 @@ def test_torchrun_sets_the_world() -> None:
             ["correction_options.cap", "correction=none", "takes none; remove it"],
         ),
         ({}, {"vocab": 3}, ["vocab=3", "at least"]),
+        ({"algorithm": {"preset": "reinforce", "clip_low": 0.1}}, {}, ["clip_low=0.1", "loss=reinforce", "has none"]),
+        ({"algorithm": {"preset": "gspo", "dual_clip": 3}}, {}, ["dual_clip=3.0", "loss=gspo", "clip_high"]),
+        ({"algorithm": {"loss_options": {"clip_low": 1}}}, {}, ["write algorithm.clip_low"]),
+        ({"algorithm": {"select_options": {"share": 1}}}, {}, ["select_options.share", "loss=ppo_clip", "none"]),
+        ({"algorithm": {"bypass": True}}, {}, ["bypass=true", "correction=tis", "correction=none"]),
+        ({"algorithm": {"kl": {"target": 0.1}}}, {}, ["kl.target=0.1", "kl.coef"]),
+        ({"algorithm": {"kl": {"estimator": "k1", "coef": 0.1}}}, {}, ["k1 in the loss", "k3+"]),
+        ({"algorithm": {"kl": {"where": "reward", "is_ratio": True}}}, {}, ["is_ratio=true", "kl.where=loss"]),
+        ({"algorithm": {"reward_clip": [1, 0]}}, {}, ["reward_clip=[1.0, 0.0]"]),
+        ({"algorithm": {"reward_clip_stage": "normalised"}}, {}, ["normalise_rewards=true"]),
+        ({"algorithm": {"overlong": {"buffer": 300}}}, {}, ["overlong.buffer=300", "max_tokens=256"]),
     ],
 )
 def test_refusals(sections: dict[str, Any], create: dict[str, Any], parts: list[str]) -> None:
@@ -189,7 +202,48 @@ def options_of(rule: Callable[..., Any]) -> set[str]:
     return {p.name for p in of if p.kind is p.KEYWORD_ONLY} - {"select_T"}
 
 
-@pytest.mark.parametrize(("key", "name"), [("advantage", "gae"), ("advantage", "remax"), ("loss", "kl_cov")])
-def test_what_the_loop_cannot_feed_is_refused(key: str, name: str) -> None:
-    with pytest.raises(ValueError, match=f"algorithm.{key}={name} needs"):
-        check_config(made({"algorithm": {key: name}}), ALONE)
+def test_selections_and_bounds_are_those_of_the_maths() -> None:
+    selects = {name: options_of(function) - {"generator", "clip_low", "clip_high"} for name, function in SELECT.items()}
+    assert {name: set(of) for name, of in names.SELECT.items()} == selects
+    for loss, function in LOSSES.items():
+        own = {name: of.default for name, of in signature(function.args[0]).parameters.items() if "clip" in name}
+        assert names.CLIPS.get(loss, {}) == own, loss
+
+
+def test_what_the_loop_cannot_feed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"algorithm.advantage=gae needs a critic's values"):
+        check_config(made({"algorithm": {"advantage": "gae"}}), ALONE)
+
+
+def algorithm_of(**values: Any) -> Any:
+    return made({"algorithm": values}).algorithm
+
+
+def test_bounds_not_given_are_the_losss_own() -> None:
+    """Another loss than the preset's brings its own; what is written acts."""
+    gspo = algorithm_of(loss="gspo")
+    assert (gspo.clip_low, gspo.clip_high, gspo.dual_clip) == (3e-4, 4e-4, None)
+    assert algorithm_of(loss="gspo", clip_high=1e-3).clip_high == 1e-3
+    assert algorithm_of(preset="gspo", clip_low=None).clip_low == 3e-4
+    assert algorithm_of(preset="cispo", loss="ppo_clip").clip_high == 0.28
+    assert algorithm_of(dual_clip=None).dual_clip is None and algorithm_of().dual_clip == 10
+    assert algorithm_of(loss="reinforce").clip_low is None
+
+
+def test_kl_in_the_reward_is_k1_unless_said() -> None:
+    assert algorithm_of(kl={"where": "reward", "coef": 0.1}).kl.estimator == "k1"
+    assert algorithm_of(kl={"where": "reward", "estimator": "k3"}).kl.estimator == "k3"
+    assert algorithm_of(kl={"coef": 0.1}).kl.estimator == "k3+"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_print_as_plain_values_and_read_back(preset: str) -> None:
+    config = made({"algorithm": {"preset": preset}})
+    check_config(config, ALONE)
+    printed = yaml.safe_load(resolved_yaml(config))["algorithm"]
+    assert {key: printed[key] for key in ("advantage", "loss", "aggregation", "correction")} == {
+        key: PRESETS[preset][key] for key in ("advantage", "loss", "aggregation", "correction")
+    }
+    assert made({"algorithm": printed | {"preset": "grpo"}}).algorithm.model_copy(update={"preset": preset}) == (
+        config.algorithm
+    ), "the printed values alone say it all"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.rollout.schedule import Request, Rollouts, digest, has_spread, request_seed
-from megarl.types import Prompt, Sample
+from megarl.types import CheckFailed, Group, Prompt, Sample
 
 
 class Counting:
@@ -114,11 +114,68 @@ def test_refills_are_bounded():
     assert prompts.position == 2 + 1 + 1
 
 
-@pytest.mark.parametrize("reward", [lambda *_: None, lambda *_: 1.0])
-def test_nothing_to_train_on_says_why(reward):
-    roll = rollouts(reward, keep=has_spread, max_refills=1)
-    with pytest.raises(ValueError, match="step 5: none of 4 groups can be trained on"):
+def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
+    roll = rollouts(lambda *_: 1.0, keep=has_spread, max_refills=2)
+    groups = roll.collect(Counting(), 2, version=0)
+    assert [group.prompt.prompt_id for group in groups] == [0, 1]
+    assert (roll.counts["groups/kept_flat"], roll.counts["groups/filtered"], roll.counts["rollout/refills"]) == (
+        2,
+        4,
+        2,
+    )
+
+
+def test_no_group_at_the_start_says_why():
+    roll = rollouts(lambda *_: None, keep=has_spread, max_refills=1)
+    with pytest.raises(ValueError, match=r"step 5: none of 4 groups can be trained on .*reward/f/error"):
         roll.collect(Counting(), 2, version=5)
+
+
+def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
+    broken = False
+    roll = rollouts(lambda *_: None if broken else 1.0)
+    prompts = Counting()
+    for _ in range(2):  # the count starts again after a step with groups
+        broken = False
+        assert len(roll.collect(prompts, 2, version=0)) == 2 and not roll.counts["rollout/empty"]
+        broken = True
+        for _ in range(2):
+            assert roll.collect(prompts, 2, version=1) == [] and roll.counts["rollout/empty"] == 1
+    with pytest.raises(CheckFailed, match="for 3 steps in a row"):
+        roll.collect(prompts, 2, version=2)
+
+
+def test_spread_is_of_what_is_trained():
+    def group(*rewards, finish="stop", steps=()):
+        tokens = torch.tensor([1, 2])
+        samples = tuple(
+            Sample(0, i, tokens, tokens > 1, torch.zeros(2), (0, 0), finish, reward=r, step_rewards=steps)
+            for i, r in enumerate(rewards)
+        )
+        return Group(Prompt(0, (1,), ""), samples)
+
+    assert has_spread(group(0.0, 1.0)) and not has_spread(group(1.0, 1.0))
+    assert has_spread(group(1.0, 1.0, steps=((1, 0.5), (1, 0.25))))
+    cut = group(0.0, 1.0, finish="length")
+    assert has_spread(cut) and not has_spread(cut, mask_truncated=True)
+
+
+def test_the_greedy_sample_is_the_baseline_and_is_not_trained():
+    seen: list[Request] = []
+
+    def reward(prompt, index):
+        return None if (prompt, index) == (1, 3) else 10.0 * prompt + index
+
+    def generate(requests, *, version):
+        seen.extend(requests)
+        return generator(reward)(requests, version=version)
+
+    roll = Rollouts(generate, samples_per_prompt=3, temperature=0.5, run_seed=7, greedy_baseline=True)
+    groups = roll.collect(Counting(), 3, version=0)
+    assert [(group.prompt.prompt_id, group.baseline, len(group.samples)) for group in groups] == [(0, 3, 3), (2, 23, 3)]
+    assert [r.temperature for r in seen[:4]] == [0.5, 0.5, 0.5, 0.0]
+    assert roll.counts["groups/no_baseline"] == roll.counts["samples/dropped"] == 1
+    assert all(group.baseline is None for group in rollouts(reward).collect(Counting(), 1, version=0))
 
 
 def test_counts_are_of_the_last_step_only():
