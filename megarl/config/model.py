@@ -11,8 +11,36 @@ from typing import Any
 
 __all__ = ["FAMILIES", "ModelShape", "read_model"]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # each has a table in megarl/weights/models
+# by model_type; each has a table in megarl/weights/models
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
+LATENT = ("deepseek_v3", "kimi_k2")  # attention through a latent: Kimi-K2 is DeepSeek-V3's architecture
+SIGMOID = (*LATENT, "glm4_moe")  # routers: DeepSeek-V3's, with a bias that only chooses
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of its rope
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # and what is left out means
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: queries and key-values go through narrow projections. Ranks, and sizes of a head."""
+
+    q_rank: int  # 0: queries are projected directly
+    kv_rank: int
+    nope: int  # of query and key, without positions
+    rope: int  # of query and key, with positions; a token has one such key for all heads
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a token chooses its experts."""
+
+    scores: str = "softmax"  # or sigmoid
+    renormalise: bool = True  # weights of the chosen add up to one
+    corrected: bool = False  # a bias per expert, fp32, added to the scores for choosing only
+    biased: bool = False  # a bias of the linear itself
+    groups: int = 1  # of experts; a token chooses groups_per_token of them first
+    groups_per_token: int = 1
+    scale: float = 1.0  # of the routed experts' output
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +61,29 @@ class ModelShape:
     rms_eps: float
     rope_theta: float
     max_position: int
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # {} or llama3's
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # {}, llama3's or yarn's
+    rotary_fraction: float = 1.0  # of head_dim that carries positions
+    out_bias: bool = False  # of o_proj
+    sinks: bool = False  # a learnt logit per head that takes attention away
+    sliding_window: int = 0  # tokens, of layers 0, 2, 4, ...; 0: none
+    latent: Latent | None = None
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate: int = 0
-    norm_topk_prob: bool = True
+    shared_intermediate: int = 0  # of all shared experts together
+    dense_layers: int = 0  # leading layers without experts
+    router: Router = Router()
+    swiglu_limit: float = 0.0  # 0: plain SwiGLU; else gpt-oss's clamped one
+    mtp_layers: int = 0  # multi-token prediction, in the checkpoint behind the last layer
     eos: tuple[int, ...] = ()
 
     @property
     def is_moe(self) -> bool:
         return self.experts > 0
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        return self.router.renormalise
 
 
 def read_model(path: str | Path) -> ModelShape:
@@ -75,52 +116,107 @@ def parse_model(raw: Any, where: str) -> ModelShape:
     _refuse_unsupported(raw, where)
     values = _Values(raw, where)
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
-    if raw.get("head_dim") is None and not family.startswith("qwen3") and hidden % heads:
-        raise ValueError(
-            f"{where}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; give head_dim"
-        )
-    is_moe, experts = family == "qwen3_moe", "num_experts"
-    if raw.get(experts) is None and "num_local_experts" in raw:
-        experts = "num_local_experts"
+    latent = _latent(values) if family in LATENT else None
     rope = values.rope()
     return ModelShape(
         family=family,
         layers=values.size("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=values.size("num_key_value_heads", heads),
-        head_dim=values.size("head_dim", 128 if family.startswith("qwen3") else hidden // heads),
+        kv_heads=heads if latent else values.size("num_key_value_heads", heads),
+        head_dim=latent.nope + latent.rope if latent else _head_dim(values, family, hidden, heads),
         intermediate=values.size("intermediate_size"),
         vocab=values.size("vocab_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
+        qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", family == "gpt_oss")),
+        qk_norm=family.startswith("qwen3") or bool(raw.get("use_qk_norm")),
         rms_eps=values.number("rms_norm_eps", 1e-6),
         rope_theta=rope.pop("rope_theta"),
+        rotary_fraction=rope.pop("partial_rotary_factor"),
         max_position=values.size("max_position_embeddings", 4096),
         rope_scaling=rope,
-        experts=values.size(experts) if is_moe else 0,
-        experts_per_token=values.size("num_experts_per_tok") if is_moe else 0,
-        moe_intermediate=values.size("moe_intermediate_size") if is_moe else 0,
-        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        out_bias=family == "gpt_oss",
+        sinks=family == "gpt_oss",
+        sliding_window=values.size("sliding_window", 128) if family == "gpt_oss" else 0,
+        latent=latent,
+        swiglu_limit=values.number("swiglu_limit", 7.0) if family == "gpt_oss" else 0.0,
+        mtp_layers=values.count("num_nextn_predict_layers", values.count("num_mtp_layers")) if family in SIGMOID else 0,
         eos=values.token_ids("eos_token_id"),
+        **(_experts(values, family) if family in EXPERTS else {}),
     )
 
 
+EXPERTS = {  # family -> the keys that may hold the number of experts
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+    "mixtral": ("num_local_experts",),
+    "gpt_oss": ("num_local_experts", "num_experts"),
+    "glm4_moe": ("n_routed_experts",),
+    "deepseek_v3": ("n_routed_experts",),
+    "kimi_k2": ("n_routed_experts",),
+}
+
+
+def _experts(values: _Values, family: str) -> dict[str, Any]:
+    raw, keys = values.raw, EXPERTS[family]
+    own = "moe_intermediate_size" if "moe_intermediate_size" in raw or family in ("qwen3_moe", *SIGMOID) else ""
+    width = values.size(own or "intermediate_size")
+    found: dict[str, Any] = {
+        "experts": values.size(next((key for key in keys if raw.get(key) is not None), keys[0])),
+        "experts_per_token": values.size("num_experts_per_tok"),
+        "moe_intermediate": width,
+    }
+    if family not in SIGMOID:
+        renormalise = family != "qwen3_moe" or bool(raw.get("norm_topk_prob", False))
+        return found | {"router": Router(renormalise=renormalise, biased=family == "gpt_oss")}
+    return found | {
+        "shared_intermediate": width * values.count("n_shared_experts"),
+        "dense_layers": values.count("first_k_dense_replace"),
+        "router": Router(
+            scores="sigmoid",
+            renormalise=bool(raw.get("norm_topk_prob", True)),
+            corrected=True,
+            groups=values.size("n_group", 1),
+            groups_per_token=values.size("topk_group", 1),
+            scale=values.number("routed_scaling_factor", 1.0),
+        ),
+    }
+
+
+def _latent(values: _Values) -> Latent:
+    return Latent(
+        q_rank=values.count("q_lora_rank"),
+        kv_rank=values.size("kv_lora_rank"),
+        nope=values.size("qk_nope_head_dim"),
+        rope=values.size("qk_rope_head_dim"),
+        value=values.size("v_head_dim"),
+    )
+
+
+def _head_dim(values: _Values, family: str, hidden: int, heads: int) -> int:
+    usual = 128 if family.startswith("qwen3") else 64 if family == "gpt_oss" else 0
+    if values.raw.get("head_dim") is None and not usual and hidden % heads:
+        raise ValueError(
+            f"{values.where}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; give head_dim"
+        )
+    return values.size("head_dim", usual or hidden // heads)
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
-            raise ValueError(f"{where}: {key}=true is not supported; only qwen2's own bias is")
+    family = raw["model_type"]
+    for key, where_it_is in (("attention_bias", ("qwen2", "glm4_moe", "gpt_oss")), ("mlp_bias", ())):
+        if raw.get(key) and family not in where_it_is:
+            raise ValueError(f"{where}: {key}=true is not supported; only {' and '.join(where_it_is) or 'false'} is")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("sliding_window") and raw.get("use_sliding_window"):
-        raise ValueError(f"{where}: use_sliding_window is not supported; set it to false")
-    if raw["model_type"] == "qwen3_moe" and (
-        raw.get("mlp_only_layers") or raw.get("decoder_sparse_step") not in (None, 1)
-    ):
+    if raw.get("sliding_window") and raw.get("use_sliding_window", family == "mixtral"):
+        raise ValueError(f"{where}: sliding_window is not supported for {family}; set it to null")
+    if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step") not in (None, 1)):
         raise ValueError(
             f"{where}: dense layers among the experts (mlp_only_layers, decoder_sparse_step) are not supported"
         )
+    for key, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if family in SIGMOID and raw.get(key, only) != only:
+            raise ValueError(f"{where}: {key}={raw[key]!r} is not supported for {family}; supported: {only}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +230,12 @@ class _Values:
         value = self._given(key, default)
         if not _is_whole(value) or value < 1:
             raise self._refused(key, value, "a whole number of at least 1")
+        return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        value = self._given(key, default)
+        if not _is_whole(value) or value < 0:
+            raise self._refused(key, value, "a whole number, or null")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -150,20 +252,28 @@ class _Values:
         return tuple(ids)
 
     def rope(self) -> dict[str, Any]:
-        """{"rope_theta"}, and the scaling where there is one (llama3's only)."""
+        """{"rope_theta", "partial_rotary_factor"}, and the scaling where there is one (llama3's or yarn's)."""
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
         given = self._given(key, {})
         if not isinstance(given, Mapping):
             raise self._refused(key, given, "an object, or null")
-        theta = self.number("rope_theta", 10000.0)
+        theta = self.number("rope_theta", 150000.0 if self.raw["model_type"] == "gpt_oss" else 10000.0)
+        fraction = self.number("partial_rotary_factor", 0.5 if self.raw["model_type"] == "glm4_moe" else 1.0)
         inner = _Values(given, f"{self.where}: {key}")
         kind = given.get("rope_type", given.get("type", "default"))
-        rope: dict[str, Any] = {"rope_theta": inner.number("rope_theta", theta)}
+        rope: dict[str, Any] = {
+            "rope_theta": inner.number("rope_theta", theta),
+            "partial_rotary_factor": inner.number("partial_rotary_factor", fraction),
+        }
         if kind == "default":
             return rope
-        if kind != "llama3":
-            raise ValueError(f"{self.where}: rope_type={kind!r} is not supported; supported: default, llama3")
-        return rope | {"rope_type": kind} | {name: inner.number(name) for name in LLAMA3}
+        if kind == "llama3":
+            return rope | {"rope_type": kind} | {name: inner.number(name) for name in LLAMA3}
+        if kind == "yarn":
+            sizes = {name: inner.number(name) for name in ("factor", "original_max_position_embeddings")}
+            rest = {name: float(given.get(name) or usual) for name, usual in YARN.items()}
+            return rope | {"rope_type": kind} | sizes | rest | {"truncate": bool(given.get("truncate", True))}
+        raise ValueError(f"{self.where}: rope_type={kind!r} is not supported; supported: default, llama3, yarn")
 
     def _given(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

@@ -5,7 +5,9 @@
 Import, export, conversion and sync all read the same boxes: whoever holds [start, start + shape) of an
 HF tensor on both sides can copy it, whatever the two layouts are. No torch here.
 
-In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side.
+In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. A name of
+an expert's tensor without `{expert}` holds all experts, one after another along a first dim. The engine's side is the
+same language: a table whose parameters are vLLM's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from typing import Literal, Protocol
 from megarl.config.model import ModelShape
 from megarl.layout import Axis, Layout, stage_layers
 
-__all__ = ["Box", "Cols", "Fused", "Qkv", "Rows", "Rule", "Style", "Table", "Whole", "boxes_of", "shapes_of"]
+__all__ = [
+    "Box", "Cols", "Pairs", "Qkv", "Rows", "Rule", "Stack", "Style", "Table", "Turned", "Whole",
+    "boxes_of", "by_pairs", "shapes_of",
+]  # fmt: skip
 
 Style = Literal["local", "te"]  # which layer spec built the module: Megatron's local one (CPU) or Transformer Engine's
 
@@ -27,7 +32,8 @@ Style = Literal["local", "te"]  # which layer spec built the module: Megatron's 
 class Box:
     """[start, start + shape) of HF tensor `name` is `param` viewed with `strides` from `offset` (elements).
 
-    `offset` counts from the parameter's first element, and the parameter is contiguous.
+    `offset` counts from the parameter's first element, and the parameter is contiguous. A box with one dim more than
+    its tensor sees the tensor's last dim as pairs, [..., n / 2, 2]: gpt-oss lets gate and up alternate there.
     """
 
     name: str
@@ -108,20 +114,73 @@ class Cols:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
-    """Several HF tensors of one shape, each split along dim 0, a rank's parts stacked: gate and up in linear_fc1."""
+class Stack:
+    """HF tensors that differ in rows only, each split along dim 0, a rank's parts stacked: gate and up in linear_fc1.
+
+    `most` parts a tensor is split into where the axis has more ranks, 0: no limit. Ranks beyond hold copies, as vLLM
+    repeats key-value heads; 1 is whole on every rank.
+    """
 
     hf: tuple[str, ...]
     param: str
-    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    rest: tuple[int, ...]  # dims after the rows
+    most: tuple[int, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(self.hf, self.shape)
+        return {name: (rows, *self.rest) for name, rows in zip(self.hf, self.rows, strict=True)}
 
     def boxes(self, tp: Axis) -> Iterator[Box]:
-        for position, name in enumerate(self.hf):
-            for box in Rows(name, self.param, self.shape).boxes(tp):
-                yield replace(box, offset=position * box.numel)
+        offset = 0
+        for (name, shape), most in zip(self.shapes().items(), self.most or [0] * len(self.hf), strict=True):
+            parts = min(tp.size, most or tp.size)
+            for box in Rows(name, self.param, shape).boxes(Axis(parts, tp.rank * parts // tp.size)):
+                yield replace(box, offset=offset)
+                offset += box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """gpt-oss's experts: [..., 2 x inner] whose last dim alternates gate and up, and is the parameter's rows.
+
+    Megatron wants all gates, then all ups; `alternating` keeps them as they are (vLLM). `hidden` 0: a bias.
+    """
+
+    hf: str
+    param: str
+    hidden: int
+    inner: int
+    alternating: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (*self._lead, 2 * self.inner)}
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return (self.hidden,) if self.hidden else ()
+
+    def boxes(self, tp: Axis) -> Iterator[Box]:
+        here, row = self.inner // tp.size, max(1, self.hidden)
+        pair = (2 * row, row) if self.alternating else (row, here * row)
+        start = (*(0 for _ in self._lead), here * tp.rank, 0)
+        yield Box(self.hf, start, (*self._lead, here, 2), self.param, 0, (*(1 for _ in self._lead), *pair))
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """[inner, hidden] of HF is [hidden, inner / tp] of the parameter: gpt-oss's down projection."""
+
+    hf: str
+    param: str
+    inner: int
+    hidden: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (self.inner, self.hidden)}
+
+    def boxes(self, tp: Axis) -> Iterator[Box]:
+        here = self.inner // tp.size
+        yield Box(self.hf, (here * tp.rank, 0), (here, self.hidden), self.param, 0, (1, here))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +220,13 @@ class Table:
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]  # last stage
     expert: tuple[Rule, ...] = ()
+    dense: tuple[Rule, ...] = ()  # instead of `layer` and `expert`, in leading layers without experts
     tied: tuple[Rule, ...] = ()  # the embedding's copy on a last stage that is not also the first
+    mtp: tuple[Rule, ...] = ()  # beside `layer` and `expert`, in each layer of multi-token prediction
+    fp32: frozenset[str] = frozenset()  # HF names that stay fp32, whatever the training dtype is
 
 
-def shapes_of(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
     """Every tensor of the HF checkpoint with its full shape, in the checkpoint's order."""
     found: dict[str, tuple[int, ...]] = {}
 
@@ -174,36 +236,81 @@ def shapes_of(table: Table, shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 found[name.format(**numbers)] = size
 
     add(table.embedding)
-    for layer in range(shape.layers):
+    for layer in range(shape.layers + (shape.mtp_layers if mtp else 0)):
+        if layer < shape.dense_layers:
+            add(table.dense, layer=layer)
+            continue
         add(table.layer, layer=layer)
-        for expert in range(shape.experts):
-            add(table.expert, layer=layer, expert=expert)
+        if layer >= shape.layers:
+            add(table.mtp, layer=layer)
+        for rule in table.expert:
+            for name, size in rule.shapes().items():
+                if "{expert}" not in name:
+                    found[name.format(layer=layer)] = (shape.experts, *size)
+                    continue
+                for expert in range(shape.experts):
+                    found[name.format(layer=layer, expert=expert)] = size
     add(table.head)
     return found
 
 
-def boxes_of(table: Table, shape: ModelShape, layout: Layout) -> list[Box]:
+def boxes_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = False) -> list[Box]:
     """What one rank holds of every HF tensor. With virtual stages names begin with their chunk: `chunk1.decoder...`"""
     found: list[Box] = []
     chunks = stage_layers(shape.layers, layout)
     prefixes = [f"chunk{number}." if len(chunks) > 1 else "" for number in range(len(chunks))]
+    experts = shape.experts // layout.ep.size
 
-    def add(rules: tuple[Rule, ...], tp: Axis, chunk: str, hf: dict[str, int], local: dict[str, int]) -> None:
+    def add(rules: tuple[Rule, ...], chunk: str, hf: dict[str, int], local: dict[str, int]) -> None:
         for rule in rules:
-            for box in rule.boxes(tp):
+            for box in rule.boxes(layout.tp):
                 found.append(replace(box, name=box.name.format(**hf), param=chunk + box.param.format(**local)))
 
+    def add_layer(chunk: str, layer: int, here: int) -> None:
+        if layer < shape.dense_layers:
+            add(table.dense, chunk, {"layer": layer}, {"layer": here})
+            return
+        add(table.layer, chunk, {"layer": layer}, {"layer": here})
+        for rule in table.expert:
+            boxes = list(rule.boxes(layout.etp))
+            for expert in range(experts):
+                for box in boxes:
+                    at = _of_expert(box, expert, layout.ep.rank * experts + expert, sum(b.numel for b in boxes))
+                    name = at.name.format(layer=layer, expert=layout.ep.rank * experts + expert)
+                    found.append(replace(at, name=name, param=chunk + at.param.format(layer=here, expert=expert)))
+
     if layout.pp.first:
-        add(table.embedding, layout.tp, prefixes[0], {}, {})
-    experts = shape.experts // layout.ep.size
+        add(table.embedding, prefixes[0], {}, {})
     for chunk, layers in zip(prefixes, chunks, strict=True):
         for here, layer in enumerate(layers):
-            add(table.layer, layout.tp, chunk, {"layer": layer}, {"layer": here})
-            for expert in range(experts):
-                hf = {"layer": layer, "expert": layout.ep.rank * experts + expert}
-                add(table.expert, layout.etp, chunk, hf, {"layer": here, "expert": expert})
+            add_layer(chunk, layer, here)
     if layout.pp.last:
-        add(table.head, layout.tp, prefixes[-1], {}, {})
+        for depth in range(shape.mtp_layers if mtp else 0):
+            begin = len(found)
+            add_layer(prefixes[-1], shape.layers + depth, depth)
+            old, new = f"decoder.layers.{depth}.", f"mtp.layers.{depth}.transformer_layer."
+            found[begin:] = [replace(box, param=box.param.replace(old, new, 1)) for box in found[begin:]]
+            add(table.mtp, prefixes[-1], {"layer": shape.layers + depth}, {"layer": depth})
+        add(table.head, prefixes[-1], {}, {})
         if not layout.pp.first:
-            add(table.tied, layout.tp, prefixes[-1], {}, {})
+            add(table.tied, prefixes[-1], {}, {})
     return found
+
+
+def _of_expert(box: Box, local: int, expert: int, numel: int) -> Box:
+    """A rule's box for one expert: along the first dim where the tensor holds all experts, behind the others' elements
+    (`numel` each) where the parameter does."""
+    if "{expert}" not in box.name:
+        box = replace(box, start=(expert, *box.start), shape=(1, *box.shape), strides=(0, *box.strides))
+    return box if "{expert}" in box.param else replace(box, offset=local * numel + box.offset)
+
+
+def by_pairs(box: Box) -> Box:
+    """A box of whole pairs in its last dim, seen as [..., n / 2, 2]."""
+    assert box.start[-1] % 2 == box.shape[-1] % 2 == 0, f"{box} cuts a pair"
+    return replace(
+        box,
+        start=(*box.start[:-1], box.start[-1] // 2, 0),
+        shape=(*box.shape[:-1], box.shape[-1] // 2, 2),
+        strides=(*box.strides[:-1], 2 * box.strides[-1], box.strides[-1]),
+    )

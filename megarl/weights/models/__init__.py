@@ -7,27 +7,48 @@ from collections.abc import Callable
 from megarl.config.model import FAMILIES, ModelShape
 from megarl.layout import Layout
 from megarl.weights.mapping import Box, Style, Table, boxes_of, shapes_of
-from megarl.weights.models import dense, qwen3_moe
+from megarl.weights.models import deepseek_v3, dense, glm4_moe, gpt_oss, mixtral, qwen3_moe
 
-__all__ = ["TABLES", "hf_shapes", "megatron_boxes"]
+__all__ = ["TABLES", "fp32_tensors", "hf_shapes", "megatron_boxes", "megatron_table"]
 
 TABLES: dict[str, Callable[[ModelShape, Style, int], Table]] = {
     "llama": dense.table,
     "qwen2": dense.table,
     "qwen3": dense.table,
     "qwen3_moe": qwen3_moe.table,
+    "mixtral": mixtral.table,
+    "deepseek_v3": deepseek_v3.table,
+    "kimi_k2": deepseek_v3.table,
+    "glm4_moe": glm4_moe.table,
+    "gpt_oss": gpt_oss.table,
 }
 assert set(TABLES) == set(FAMILIES), "every family that config.model accepts needs a table"
 
 
-def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and full shapes of the HF checkpoint's tensors; a tied lm_head is not among them."""
-    return shapes_of(TABLES[shape.family](shape, "local", shape.vocab), shape)
+def megatron_table(shape: ModelShape, *, style: Style, padded_vocab: int) -> Table:
+    return TABLES[shape.family](shape, style, padded_vocab)
 
 
-def megatron_boxes(shape: ModelShape, layout: Layout, *, style: Style, padded_vocab: int) -> list[Box]:
+def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
+    """Names and full shapes of the HF checkpoint's tensors; a tied lm_head is not among them.
+
+    `mtp`: with the layers of multi-token prediction, which neither the actor nor the engine builds.
+    """
+    return shapes_of(megatron_table(shape, style="local", padded_vocab=shape.vocab), shape, mtp=mtp)
+
+
+def fp32_tensors(shape: ModelShape) -> frozenset[str]:
+    """HF tensors that are fp32 on both sides, whatever the training dtype is."""
+    templates = megatron_table(shape, style="local", padded_vocab=shape.vocab).fp32
+    layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
+    return frozenset(name.format(layer=layer) for name in templates for layer in layers)
+
+
+def megatron_boxes(
+    shape: ModelShape, layout: Layout, *, style: Style, padded_vocab: int, mtp: bool = False
+) -> list[Box]:
     """Where this rank's Megatron parameters hold each HF tensor.
 
     `padded_vocab` is the number of embedding rows over all tensor ranks, padding included.
     """
-    return boxes_of(TABLES[shape.family](shape, style, padded_vocab), shape, layout)
+    return boxes_of(megatron_table(shape, style=style, padded_vocab=padded_vocab), shape, layout, mtp=mtp)

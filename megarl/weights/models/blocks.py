@@ -5,12 +5,28 @@ Under Transformer Engine's spec a norm is fused into the linear that follows it,
 
 from __future__ import annotations
 
-from megarl.config.model import ModelShape
-from megarl.weights.mapping import Cols, Fused, Qkv, Rows, Rule, Style, Whole
+from dataclasses import dataclass
 
-__all__ = ["attention", "dense_mlp", "embedding", "expert_mlp", "experts", "head", "tied_head"]
+from megarl.config.model import Latent, ModelShape
+from megarl.weights.mapping import Cols, Qkv, Rows, Rule, Stack, Style, Whole
+
+__all__ = [
+    "HF", "MC", "ExpertNames", "attention", "dense_mlp", "embedding", "expert_mlp", "expert_param", "experts", "head",
+    "latent_attention", "prediction", "tied_head",
+]  # fmt: skip
 
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family's checkpoint calls what a layer of experts holds, after `model.layers.{layer}.`"""
+
+    block: str = "mlp."
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 def embedding(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
@@ -49,34 +65,96 @@ def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
         rules.append(Whole(hf + "q_norm.weight", mc + "q_layernorm.weight", (shape.head_dim,)))
         rules.append(Whole(hf + "k_norm.weight", mc + "k_layernorm.weight", (shape.head_dim,)))
     rules.append(Cols(hf + "o_proj.weight", mc + "linear_proj.weight", (shape.hidden, shape.heads * shape.head_dim)))
+    if shape.out_bias:
+        rules.append(Whole(hf + "o_proj.bias", mc + "linear_proj.bias", (shape.hidden,)))
+    if shape.sinks:
+        rules.append(Rows(hf + "sinks", mc + "core_attention.softmax_offset", (shape.heads,)))
     return tuple(rules)
+
+
+def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
+    """DeepSeek's. The narrow projections: split over rows in Megatron's local spec, whole under Transformer Engine."""
+    hf, mc, at = HF + "self_attn.", MC + "self_attention.", shape.latent or Latent(0, 0, 0, 0, 0)
+    narrow, te = (Whole if style == "te" else Rows), style == "te"
+    rules: list[Rule] = [Whole(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (shape.hidden,))]
+    queries = shape.heads * shape.head_dim
+    if at.q_rank:
+        norm = "linear_q_up_proj.layer_norm_weight" if te else "q_layernorm.weight"
+        rules += [
+            narrow(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (at.q_rank, shape.hidden)),
+            Whole(hf + "q_a_layernorm.weight", mc + norm, (at.q_rank,)),
+            Rows(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, at.q_rank)),
+        ]
+    else:
+        rules.append(Rows(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, shape.hidden)))
+    norm = "linear_kv_up_proj.layer_norm_weight" if te else "kv_layernorm.weight"
+    down = (at.kv_rank + at.rope, shape.hidden)
+    up = (shape.heads * (at.nope + at.value), at.kv_rank)
+    return (
+        *rules,
+        narrow(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down),
+        Whole(hf + "kv_a_layernorm.weight", mc + norm, (at.kv_rank,)),
+        Rows(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up),
+        Cols(hf + "o_proj.weight", mc + "linear_proj.weight", (shape.hidden, shape.heads * at.value)),
+    )
 
 
 def dense_mlp(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
     norm = "mlp.linear_fc1.layer_norm_weight" if style == "te" else "pre_mlp_layernorm.weight"
-    gate_up = (HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight")
     return (
         Whole(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
-        Fused(gate_up, MC + "mlp.linear_fc1.weight", (shape.intermediate, shape.hidden)),
-        Cols(HF + "mlp.down_proj.weight", MC + "mlp.linear_fc2.weight", (shape.hidden, shape.intermediate)),
+        *_gated(shape, HF + "mlp.", MC + "mlp.", shape.intermediate),
     )
 
 
-def expert_mlp(shape: ModelShape) -> tuple[Rule, ...]:
-    """What a layer of experts holds once: its norm and its router."""
-    return (
+def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
+    """What a layer of experts holds once: its norm, its router, its shared experts."""
+    hf, mc, router = HF + names.block, MC + "mlp.", f"{HF}{names.block}{names.router}."
+    rules: list[Rule] = [
         Whole(HF + "post_attention_layernorm.weight", MC + "pre_mlp_layernorm.weight", (shape.hidden,)),
-        Whole(HF + "mlp.gate.weight", MC + "mlp.router.weight", (shape.experts, shape.hidden)),
-    )
+        Whole(router + "weight", mc + "router.weight", (shape.experts, shape.hidden)),
+    ]
+    if shape.router.biased:
+        rules.append(Whole(router + "bias", mc + "router.bias", (shape.experts,)))
+    if shape.router.corrected:
+        rules.append(Whole(router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,)))
+    if shape.shared_intermediate:
+        rules += _gated(shape, hf + "shared_experts.", mc + "shared_experts.", shape.shared_intermediate)
+    return tuple(rules)
 
 
-def experts(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    hf, mc = HF + "mlp.experts.{expert}.", MC + "mlp.experts."
-    fc1, fc2 = ("linear_fc1.weight{expert}", "linear_fc2.weight{expert}")
-    if style == "local":
-        fc1, fc2 = ("local_experts.{expert}.linear_fc1.weight", "local_experts.{expert}.linear_fc2.weight")
+def _gated(shape: ModelShape, hf: str, mc: str, width: int) -> tuple[Rule, ...]:
     gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
     return (
-        Fused(gate_up, mc + fc1, (shape.moe_intermediate, shape.hidden)),
-        Cols(hf + "down_proj.weight", mc + fc2, (shape.hidden, shape.moe_intermediate)),
+        Stack(gate_up, mc + "linear_fc1.weight", (width, width), (shape.hidden,)),
+        Cols(hf + "down_proj.weight", mc + "linear_fc2.weight", (shape.hidden, width)),
+    )
+
+
+def expert_param(style: Style, linear: str, kind: str) -> str:
+    if style == "local":
+        return f"{MC}mlp.experts.local_experts.{{expert}}.{linear}.{kind}"
+    return f"{MC}mlp.experts.{linear}.{kind}{{expert}}"
+
+
+def experts(shape: ModelShape, style: Style, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
+    hf, width = HF + names.block + "experts.{expert}.", shape.moe_intermediate
+    gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
+    down = f"{hf}{names.down}.weight"
+    return (
+        Stack(gate_up, expert_param(style, "linear_fc1", "weight"), (width, width), (shape.hidden,)),
+        Cols(down, expert_param(style, "linear_fc2", "weight"), (shape.hidden, width)),
+    )
+
+
+def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
+    """Multi-token prediction beside its transformer layer. Its embedding and head are the model's own."""
+    mtp, one, vocab = "mtp.layers.{layer}.", (shape.hidden,), (shape.vocab, shape.hidden)
+    return (
+        Whole(HF + "enorm.weight", mtp + "enorm.weight", one),
+        Whole(HF + "hnorm.weight", mtp + "hnorm.weight", one),
+        Rows(HF + "eh_proj.weight", mtp + "eh_proj.weight", (shape.hidden, 2 * shape.hidden)),
+        Whole(HF + "shared_head.norm.weight", mtp + "final_layernorm.weight", one),
+        Rows(HF + "embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab),
+        Rows(HF + "shared_head.head.weight", "output_layer.weight", vocab, padded_vocab),
     )

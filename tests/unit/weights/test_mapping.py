@@ -27,23 +27,36 @@ SPARSE = [
 ]
 
 
-@pytest.fixture(
-    scope="module", params=[(f, t) for f in FAMILIES for t in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}"
-)
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_group": 2,
+}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+OWN = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {**ROUTED, **LATENT, "q_lora_rank": 8, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "glm4_moe": {**ROUTED, "first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True},
+    "gpt_oss": {"num_local_experts": 4},
+}
+CASES = {f"{family}-{tied}": (family, tied, {}) for family in FAMILIES if family != "kimi_k2" for tied in (False, True)}
+CASES |= {
+    "deepseek_v3-plain query": ("deepseek_v3", False, {"q_lora_rank": None}),
+    "glm4_moe-plain": ("glm4_moe", False, {"use_qk_norm": False, "attention_bias": False}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def saved(request, tmp_path_factory):
     """A random transformers model on disk."""
-    family, tied = request.param
-    sizes = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family == "qwen3_moe" else {}
+    family, tied, own = CASES[request.param]
     config = AutoConfig.for_model(
         family,
-        **sizes,
-        **moe,
+        **SIZES | OWN.get(family, {}) | own,
         hidden_size=32,
         intermediate_size=48,
         vocab_size=67,
@@ -70,7 +83,10 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
     for rank in range(world):
         local = Counter()
         for box in megatron_boxes(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68):
-            held[box.name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] += 1
+            whole = held[box.name]
+            if len(box.shape) > whole.ndim:
+                whole = whole.reshape(*whole.shape[:-1], -1, 2)
+            whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] += 1
             last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
             local[box.param] = max(local[box.param], last + 1)
         for param, extent in local.items():
