@@ -72,9 +72,8 @@ def ppo_clipped(
     tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = 10.0
 ) -> Tensor:
     """[T] bool: the clip (or dual clip) took this token's gradient."""
-    ratio_T, advantages_T = tokens.ratio_T, tokens.advantages_T
-    too_low_T, too_high_T = ratio_T < 1 - clip_low, ratio_T > (dual_clip or float("inf"))
-    return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (too_low_T | too_high_T))
+    too_high_T = (tokens.advantages_T < 0) & (tokens.ratio_T > (dual_clip or float("inf")))
+    return _clips(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high) | too_high_T
 
 
 def reinforce(tokens: _Tokens) -> Tensor:
@@ -98,15 +97,35 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
     if bool((uneven_T & tokens.mask_T).any()):
         raise ValueError("loss=gspo needs one advantage a row, as grpo or rloo give; these differ within a row")
+    ratio_T = _row_ratio(tokens, rows)
+    return torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+
+
+def _row_ratio(tokens: _Tokens, rows: Rows) -> Tensor:
+    """[T]: s of each token's row, with the gradient of the token's own log-prob."""
     log_ratio_N = rows.mean((tokens.logprobs_T - tokens.old_logprobs_T).detach())
     log_ratio_T = rows.spread(log_ratio_N) + (tokens.logprobs_T - tokens.logprobs_T.detach())
-    ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+    return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    ratio_T = _row_ratio(tokens, Rows.of(tokens.mask_T, tokens.cu_seqlens))
+    return _clips(ratio_T, tokens.advantages_T, clip_low, clip_high)
+
+
+def _clips(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """[T] bool: the ratio is beyond the bound its advantage pushes to."""
+    return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low))
 
 
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
     """-sg[clip(ratio, 1 - low, 1 + high)] A l: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585)."""
     return -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
+
+
+def cispo_clipped(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
+    """[T] bool: the weight is not the ratio; the gradient stays."""
+    return tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
@@ -122,6 +141,11 @@ def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> T
     clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
     ratio_N = rows.mean(clipped_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return rows.spread(-rows.mean(tokens.advantages_T) * ratio_N)
+
+
+def gmpo_clipped(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
+    log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
+    return _clips(1 + log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
 def clip_cov(
@@ -154,7 +178,14 @@ _RULES: dict[str, Callable[..., Tensor]] = {
 LOSSES: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _RULES.items()}
 
 # Same arguments as the loss; [T] bool, for the losses that clip.
-CLIPPED: dict[str, Callable[..., Tensor]] = {"ppo_clip": partial(_per_token, ppo_clipped)}
+_CLIPPED_RULES: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": ppo_clipped,
+    "gspo": gspo_clipped,
+    "cispo": cispo_clipped,
+    "gmpo": gmpo_clipped,
+    "clip_cov": partial(ppo_clipped, dual_clip=None),
+}
+CLIPPED: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _CLIPPED_RULES.items()}
 
 
 def clipped_value_loss(

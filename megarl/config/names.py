@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "ADVANTAGES", "AGGREGATIONS", "CLIPS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "NOT_IN_THE_LOOP", "SELECT",
+    "TOKEN_ADVANTAGES",
 ]  # fmt: skip
 
 _WHITENED = ("whiten", "std", "eps")
@@ -63,4 +64,5 @@ CLIPS: dict[str, dict[str, float]] = {  # each loss's own bounds, as algorithm.c
     "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
 }
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one
+TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process")  # may differ within a row
 NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions for which the loop does not make what they need

@@ -25,6 +25,7 @@ from megarl.config.names import (
     LOSSES,
     NOT_IN_THE_LOOP,
     SELECT,
+    TOKEN_ADVANTAGES,
 )
 from megarl.config.schema import Algorithm, Config
 from megarl.layout import Layout, smallest_world
@@ -235,6 +236,12 @@ def _check_objective(config: Config) -> None:
         raise ValueError(
             f"algorithm.bypass=true puts the gap between engine and trainer into the loss's ratio, and correction="
             f"{algorithm.correction} would count it again; set algorithm.correction=none"
+        )
+    uneven = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
+    if algorithm.loss == "gspo" and algorithm.advantage in TOKEN_ADVANTAGES and uneven:
+        raise ValueError(
+            f"algorithm.loss=gspo takes one advantage a row, and advantage={algorithm.advantage} with kl.where="
+            f"{kl.where} gives one a token; use advantage=grpo, or loss=ppo_clip"
         )
     if kl.target is not None and kl.coef == 0:
         raise ValueError(f"algorithm.kl.target={kl.target} adapts a coefficient of 0, which stays 0; give kl.coef")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
+from megarl.algorithms.losses import CLIPPED
 from megarl.algorithms.objective import (
     LossInputs,
     add_advantages,
@@ -174,6 +175,28 @@ def test_the_bounds_of_the_config_are_those_of_the_loss(loss):
             not torch.equal(LOSSES[loss](new, *at, **bound), LOSSES[loss](new, *at))
             for new in (far, 2 * scored.old_logprobs - far)
         ), f"{name} is met"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "ppo_clip", "clip_cov"])
+def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
+    """Moving a bound out of the way changes exactly these tokens' losses, where a bound acts on a token alone."""
+    batch = make_batch()
+    scored = scored_by(batch, algorithm())
+    step = 0.6 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(2))
+    at = (scored.old_logprobs + step, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
+    bounds = {"clip_low": 0.1, "clip_high": 0.1}
+    far = {"clip_low": 1e9, "clip_high": 1e9}
+    clipped = CLIPPED[loss](*at, **bounds)
+    if loss == "gmpo":  # one number a row: rows that are touched
+        rows = [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+        clipped = torch.cat([clipped[row].any().expand(row.stop - row.start) for row in rows]) & batch.mask
+        clipped &= scored.advantages != 0
+    changed = LOSSES[loss](*at, **bounds) != LOSSES[loss](*at, **far)
+    nonzero = scored.advantages != 0
+    assert torch.equal(clipped & nonzero, changed) and 0 < clipped.sum() < batch.mask.sum()
+    rules = algorithm(loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {}))
+    done = token_losses(at[0], None, inputs_of(scored), rules)
+    assert done.sums["clip_frac"] == CLIPPED[loss](*at, **bounds).sum()
 
 
 def test_sums_are_over_trained_tokens():
