@@ -52,11 +52,11 @@ def add_advantages(
     kl_coef = state.kl_coef
     if algorithm.needs_reference:
         assert logprobs.ref is not None, "a KL term without reference log-probs"
-        kl_T = _kl(clean(old_T, batch.mask), clean(logprobs.ref, batch.mask), kl).detach()
+        at = clean(old_T, batch.mask), clean(logprobs.ref, batch.mask)
         if kl.where == "reward":
-            rewards_T = rewards_T - state.kl_coef * kl_T
+            rewards_T = rewards_T - state.kl_coef * _kl(*at, kl).detach()
         if kl.target is not None:
-            kl_coef = _adapted(kl_T, batch, kl, state.kl_coef)
+            kl_coef = _adapted(KL["k3"](*at), batch, kl, state.kl_coef)
     advantages_T = ADVANTAGES[algorithm.advantage](
         rewards_T,
         batch.mask,
@@ -140,12 +140,13 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
 
 
 def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """The next batch's coefficient, from the mean over rows of their mean KL a token."""
+    """The next batch's coefficient, from the mean over rows of their mean k3 a token, whatever the estimator: it is
+    never negative, and is what `kl/ref` shows."""
     rows = Rows.of(batch.mask, batch.cu_seqlens)
     trained_N = rows.num_tokens_N > 0
     if term.target is None or not trained_N.any():
         return coef
-    mean = float(rows.mean(clean(kl_T, batch.mask).double())[trained_N].mean())
+    mean = float(rows.mean(kl_T.double())[trained_N].mean())
     return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
 
 

@@ -19,7 +19,7 @@ __all__ = ["describe", "preflight"]
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with one line for the user."""
     job = check_config(config, env, command=command)
-    check_task(config.task, held_out=command == "eval" or config.eval.every > 0)
+    check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command == "eval":
         check_rewards(config.rewards)
     return job

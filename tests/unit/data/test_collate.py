@@ -44,6 +44,31 @@ def test_step_rewards_on_masked_tokens_move_back():
     assert batch.step_ends.tolist() == [True, True, False, False, True, False, False]
 
 
+def test_an_outcome_of_zero_is_a_step_and_a_mere_sum_of_steps_is_none():
+    steps = ((2, 0.25),)
+    batch = batch_of(sample(".xxx", reward=0.0, step_rewards=steps))
+    assert batch.step_ends.tolist() == [False, True, True, False] and batch.outcome_at.tolist() == [2]
+    batch = batch_of(sample(".xxx", reward=0.25, step_rewards=steps, has_outcome=False))
+    assert batch.step_ends.tolist() == [False, True, False, False] and batch.outcome_at.tolist() == [-1]
+    assert batch.token_rewards.tolist() == [0, 0.25, 0, 0]
+
+
+def test_a_step_that_ends_with_the_row_is_one_step_with_the_outcome():
+    batch = batch_of(sample(".x"), sample(".xxx", reward=1.0, step_rewards=((3, 0.25),)))
+    assert batch.token_rewards.tolist() == [1, 0, 0, 0, 1.25, 0] and batch.outcome_at.tolist() == [0, 4]
+    assert batch.step_ends.tolist() == [True, False, False, False, True, False]
+
+
+def test_what_was_cut_takes_no_part_when_masked():
+    cut = sample(".xx", reward=1.0, finish="length", step_rewards=((1, 0.5),))
+    groups = [Group(Prompt(0, (), ""), (cut, sample(".xx", index=1)))]
+    batch = collate(groups, temperature=1.0, mask_truncated=True)
+    assert batch.mask.tolist() == [False, False, False, True, True, False]
+    assert batch.outcome_at.tolist() == [-1, 4] and not batch.token_rewards[:3].any() and not batch.step_ends[:3].any()
+    assert not batch.rollout_logprobs[:3].any()
+    assert collate(groups, temperature=1.0).mask.sum() == 4
+
+
 def test_a_step_reward_before_anything_sampled_rejects_the_row():
     batch = batch_of(sample("..xx", step_rewards=((1, 0.5),)))
     assert not batch.mask.any() and not batch.token_rewards.any() and not batch.rollout_logprobs.any()
