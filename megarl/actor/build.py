@@ -138,7 +138,11 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
+        # Packed micro-batches differ in length. Virtual stages pad them to one (forward.run): with two ranks each is
+        # the other's next and previous, and lengths sent ahead in both directions would be taken for one another.
+        variable_seq_lengths=layout.vpp.size == 1,
+        overlap_p2p_comm=layout.vpp.size > 1,  # which also gives each direction a group of its own
+        batch_p2p_comm=layout.vpp.size == 1,
         moe_token_dispatcher_type=dispatcher,  # dense models too: Megatron checks it before it looks for experts
         calculate_per_token_loss=True,
         # Every parameter is loaded, so nothing is drawn; but to "initialise" is also what marks a parameter as split

@@ -10,7 +10,7 @@ the vocabulary: prompts cost no logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from megarl.actor.build import output_weight
 from megarl.actor.logprobs import TokenOutputs, VocabShard, token_outputs
@@ -61,25 +62,42 @@ def pack(batch: TrainBatch, rows: Sequence[int], *, multiple: int, device: torch
     num_real = index.numel()
     num_dummy = -num_real % multiple if num_real else multiple
     padded = [*lengths, num_dummy] if num_dummy else lengths
-    cu_padded = torch.tensor([0, *padded]).cumsum(0).to(device, torch.int32)
-    longest = max(padded)
     mask = batch.mask[index]
     chosen = mask.nonzero().flatten()
     return Microbatch(
         tokens=torch.cat([batch.tokens[index], index.new_zeros(num_dummy)])[None].to(device),
         positions=torch.cat([torch.arange(length) for length in padded])[None].to(device),
-        packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_padded,
-            cu_seqlens_kv=cu_padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        packed=_rows(padded, device),
         index=index,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(device),
         mask=mask.to(device),
         chosen=chosen.to(device),
         labels=batch.labels[index][chosen].to(device),
+    )
+
+
+def _rows(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+def _padded(microbatch: Microbatch, length: int) -> Microbatch:
+    """With one more dummy row, up to `length` positions."""
+    more = length - microbatch.tokens.shape[1]
+    if not more:
+        return microbatch
+    lengths = microbatch.packed.cu_seqlens_q.diff().tolist()
+    return replace(
+        microbatch,
+        tokens=pad(microbatch.tokens, (0, more)),
+        positions=torch.cat([microbatch.positions, torch.arange(more, device=microbatch.positions.device)[None]], 1),
+        packed=_rows([*lengths, more], microbatch.tokens.device),
     )
 
 
@@ -97,8 +115,11 @@ def run(
 ) -> None:
     """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks.
 
-    Several chunks (virtual stages) take a multiple of the pipeline's ranks of micro-batches.
+    Several chunks (virtual stages) need as many micro-batches as the pipeline has ranks, or a multiple.
     """
+    longest = max(microbatch.tokens.shape[1] for microbatch in microbatches)
+    if len(chunks) > 1:
+        microbatches = [_padded(microbatch, longest) for microbatch in microbatches]
 
     def step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         microbatch = next(data)
@@ -122,7 +143,7 @@ def run(
             data_iterator=iter(microbatches) if len(chunks) == 1 else [iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
-            seq_length=max(microbatch.tokens.shape[1] for microbatch in microbatches),
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=not train,
         )
