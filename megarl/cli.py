@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.launch.outcome import DEFECT, DONE, STOPPED, USER, Failure, classify, write_exit
+from megarl.launch.outcome import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
 from megarl.platform.env import get_env
 
 __all__ = ["main"]
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "report":
             return _report(Path(args.run_dir))
+        if args.command == "bench":
+            return _bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json)
         return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
@@ -66,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
     report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
+    bench = commands.add_parser("bench", help="time parts of megarl beside other software; without a name: the list")
+    bench.add_argument("names", metavar="NAME", nargs="*", help="as advantages losses")
+    bench.add_argument("--only", metavar="TEXT", default="", help="the cases whose name holds it")
+    bench.add_argument("--rounds", metavar="N", type=int, default=3, help="fresh processes a contender (3)")
+    bench.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     return parser
 
 
@@ -117,6 +124,15 @@ def _report(folder: Path) -> int:
 
     print(f"report: {write_report(folder)}")
     return DONE
+
+
+def _bench(names: Sequence[str], *, only: str, rounds: int, json_file: Path | None) -> int:
+    from megarl.bench.run import bench, describe
+
+    if not names:
+        print(describe())
+        return DONE
+    return DONE if bench(names, only=only, rounds=rounds, json_file=json_file) else REFUSED
 
 
 if __name__ == "__main__":
