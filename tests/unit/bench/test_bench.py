@@ -16,6 +16,7 @@ from megarl.bench.names import BENCHES, Bench, cases
 from megarl.bench.run import bench
 from megarl.cli import main
 
+THREADS = torch.get_num_threads()  # left as they are: other tests run in this process
 CONTENDERS = """
 import time
 import numpy as np
