@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(Path(args.run_dir))
         if args.command == "bench":
             return _bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json)
+        if args.command == "convert":
+            return _convert(args)
         return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
@@ -68,12 +70,47 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
     report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
+    convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
+    convert.add_argument(
+        "source", metavar="SRC", type=Path, help="an HF model, a Megatron checkpoint, or a run's step_<n>"
+    )
+    convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion goes on")
+    convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="what DST will be")
+    for name, what in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
+        said = f"cut for N {what}; any layout can load it (1)"
+        convert.add_argument(f"--{name}", metavar="N", type=_size, default=1, help=said)
+    convert.add_argument(
+        "--config", metavar="DIR", type=Path, help="the HF model's folder, where SRC has no config.json"
+    )
+    convert.add_argument("--file-gb", metavar="GB", type=float, default=4.3, help="bytes of a file at most (4.3)")
     bench = commands.add_parser("bench", help="time parts of megarl beside other software; without a name: the list")
     bench.add_argument("names", metavar="NAME", nargs="*", help="as advantages losses")
     bench.add_argument("--only", metavar="TEXT", default="", help="the cases whose name holds it")
     bench.add_argument("--rounds", metavar="N", type=int, default=3, help="fresh processes a contender (3)")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     return parser
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megarl.launch.convert import run_convert
+    from megarl.layout import Parallel
+    from megarl.platform.env import is_interactive
+    from megarl.types import CheckFailed
+
+    sizes = Parallel(tensor=args.tp, pipeline=args.pp, expert=args.ep)
+    options = {"config": args.config, "file_bytes": int(args.file_gb * 1e9), "interactive": is_interactive()}
+    try:
+        print(run_convert(args.source, args.target, args.to, sizes, **options))
+    except CheckFailed as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return REFUSED
+    return DONE
 
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:

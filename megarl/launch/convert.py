@@ -1,0 +1,175 @@
+"""`megarl convert`: what the folder is, what the model is, one conversion with a bar, one line at the end.
+
+    config.json -> ModelShape -> Megatron's module on meta (one rank) -> Places -> checkpoint.convert
+
+No GPU, no ranks, and no weights in memory but those on their way. A Megatron folder made here holds the model's
+config and tokenizer too, so it can be given to training as `model.path`, or converted back.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import yaml
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megarl.actor.build import build_model, destroy_parallel, init_parallel
+from megarl.actor.settings import transformer_config
+from megarl.checkpoint.convert import convert
+from megarl.checkpoint.hf_folder import HfFolder
+from megarl.checkpoint.places import Places
+from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, MegatronTarget, Source, Target
+from megarl.checkpoint.torch_dist import Reader, is_checkpoint, slots_of
+from megarl.config.model import ModelShape, read_model
+from megarl.layout import Layout, Parallel, stage_layers
+from megarl.weights.models import hf_shapes, megatron_boxes
+
+__all__ = ["FILE_BYTES", "run_convert"]
+
+FILE_BYTES = 4 << 30
+Format = Literal["megatron", "hf"]
+
+
+def run_convert(
+    source: Path, target: Path, to: Format, sizes: Parallel, *, config: Path | None, file_bytes: int, interactive: bool
+) -> str:
+    """Convert; what to tell the user.
+
+    Raises ValueError when the input is wrong, CheckFailed when the disk fails or the round trip differs.
+    """
+    began = time.perf_counter()
+    origin = _origin(source, config)
+    shape = read_model(origin)
+    _check_sizes(shape, sizes, to)
+    places, objects = _places(shape, sizes)
+    opened = _open(source, places, shape)
+    dtypes = {name: opened.dtype(name) for name in places.shapes}
+    made: Target
+    if to == "hf":
+        made = HfTarget(places, dtypes, file_bytes=file_bytes)
+    else:
+        made = MegatronTarget(
+            places, objects, dtypes, cuts=sizes.tensor, file_of=_Files(shape, sizes), file_bytes=file_bytes
+        )
+    files = [
+        file for file in source.iterdir() if file.suffix in (".safetensors", ".distcp") or file.name == ".metadata"
+    ]
+    identity = {
+        "source": sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+        "folder": str(source.resolve()), "to": to, "sizes": str(sizes), "file_bytes": file_bytes,
+    }  # fmt: skip
+    with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
+        done = convert(
+            target, source=opened, target=made, origin=origin, identity=_as_json(identity), progress=progress
+        )
+    seconds = time.perf_counter() - began
+    resumed = f", {done.resumed / 1e9:.2f} GB of it by an interrupted run" if done.resumed else ""
+    size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
+    return (
+        f"{target}: {size}{resumed}, in {seconds:.1f} s; "
+        f"verified: every tensor read back has the source's checksum (convert.json lists them)"
+    )
+
+
+def _origin(source: Path, config: Path | None) -> Path:
+    """The folder with config.json and tokenizer: given, the source itself, or the model a training run began with."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is not a directory; name a Hugging Face model or a Megatron checkpoint")
+    if config is not None or (source / "config.json").is_file():
+        return config or source
+    run = source.parent.parent / "config.yaml"  # runs/<name>/checkpoints/step_<n>
+    if run.is_file():
+        path = (yaml.safe_load(run.read_text()).get("model") or {}).get("path")
+        if path and (Path(path) / "config.json").is_file():
+            return Path(path)
+    raise ValueError(f"{source} holds no config.json; name the folder of its Hugging Face model as --config DIR")
+
+
+def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
+    if to == "hf":
+        if sizes != Parallel():
+            raise ValueError(f"--to hf writes whole tensors: {sizes} has no meaning there; leave the sizes away")
+        return
+    if shape.kv_heads % sizes.tensor:
+        raise ValueError(
+            f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; choose another"
+        )
+    if sizes.pipeline > shape.layers:
+        raise ValueError(f"--pp {sizes.pipeline} is more than the model's {shape.layers} layers; choose fewer")
+    if shape.experts % sizes.expert if shape.experts else sizes.expert > 1:
+        raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
+
+
+def _places(shape: ModelShape, sizes: Parallel) -> tuple[Places, list[str]]:
+    """Where one rank alone would hold everything, as Megatron's own module says it."""
+    layout = Layout.of(Parallel(), 1, 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        init_parallel(Parallel(), layout)
+        settings = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+        with torch.device("meta"):
+            (model,) = build_model(shape, layout, settings, use_te=False)
+        slots, objects = slots_of(model)
+        rows = max((slot.whole[0] for slot in slots if slot.may_be_padded), default=shape.vocab)
+    finally:
+        destroy_parallel()
+        dist.destroy_process_group()
+    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=rows)
+    return Places.of(hf_shapes(shape), boxes, slots), objects
+
+
+def _open(source: Path, places: Places, shape: ModelShape) -> Source:
+    if is_checkpoint(source):
+        reader = Reader(source)
+        reader.check(slot for slots in places.slots.values() for slot in slots)
+        return MegatronSource(places, reader)
+    folder = HfFolder.open(source)
+    folder.check(places.shapes, skipped=_left_out(shape))
+    return HfSource(places, folder)
+
+
+def _left_out(shape: ModelShape) -> set[str]:
+    """Tensors that are allowed and not converted: a head that is the embedding, layers that predict several tokens."""
+    tied = {"lm_head.weight"} if shape.tied else set()
+    return tied | (hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys())
+
+
+class _Files:
+    """Parameter -> its file's label: each pipeline stage's own, and in a stage each expert rank's."""
+
+    def __init__(self, shape: ModelShape, sizes: Parallel) -> None:
+        self._experts = shape.experts // sizes.expert
+        self._stage: dict[int, int] = {}
+        for stage in range(sizes.pipeline):
+            layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
+            self._stage |= {layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers}
+        self._last = sizes.pipeline - 1
+
+    def __call__(self, param: str) -> str:
+        layer = re.match(r"decoder\.layers\.(\d+)\.", param)
+        expert = re.search(r"local_experts\.(\d+)\.", param)
+        ends = 0 if param.startswith("embedding.") else self._last
+        stage = ends if layer is None else self._stage[int(layer[1])]
+        return f"__{stage}" + ("" if expert is None else f"_expert{int(expert[1]) // self._experts}")
+
+
+def _as_json(identity: dict[str, Any]) -> dict[str, Any]:
+    return identity | {"source": [list(entry) for entry in identity["source"]]}
+
+
+@contextmanager
+def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
+    if not interactive:
+        yield lambda task, nbytes: None
+        return
+    columns = (TextColumn("{task.description:<7}"), BarColumn(30), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
+        yield lambda task, nbytes: bar.advance(tasks[task], nbytes)
