@@ -68,7 +68,7 @@ class Task(Section):
 
 
 class Reward(Section):
-    name: str  # a built-in (accuracy, format, ...), or a dotted path to a function of yours
+    name: str  # accuracy, format, code, judge, process; a URL; or a dotted path to a function of yours
     weight: float = Field(default=1.0, allow_inf_nan=False)
     options: dict[str, Any] = Field(default_factory=dict)
 

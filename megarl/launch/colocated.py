@@ -123,7 +123,7 @@ class Parts:
         size = self.config.rollout.tensor
         return Exchange(
             engine,
-            RecordedRewards(make_scorer(self.config.rewards), self.tokenizer, span),
+            RecordedRewards(make_scorer(self.config.rewards, decode=self.tokenizer.decode), self.tokenizer, span),
             replica=Axis(self.env.world_size // size, self.env.rank // size),
             member=Axis(size, self.env.rank % size),
             device=self.device.torch,

@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import Job, check_config
 from megarl.data.tasks import check_task
 from megarl.platform.env import Env
-from megarl.rewards.rules import check_rewards
+from megarl.rewards.catalog import check_rewards
 
 __all__ = ["describe", "preflight"]
 

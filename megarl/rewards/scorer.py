@@ -1,22 +1,27 @@
-"""Samples get their rewards: a weighted sum of named functions, none of which can stop the run.
+"""Samples get their rewards: a weighted sum of named parts, none of which can stop the run, or hold it up for ever.
 
-sample --each reward, under an alarm--> {name: value} --weights--> reward
-             \\--raises, too slow, not a finite number--> reward None, the cause in extra["dropped"]
+    samples --> cases --+--> rules: here, one sample at a time, each call limited ----+--> verdicts --weights--> reward
+                        +--> code, servers, judges: meanwhile, on their own threads --+
+
+A verdict without a value leaves the sample out: reward None, the cause in extra["dropped"]. A verdict with a value and
+a cause, as code that ran for ever and is worth 0, is in extra["counted"]. Both are `reward/<name>/<cause>`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from megarl.config.schema import Reward
-from megarl.rewards.rules import check_rewards, reward_function, taken_by
+from megarl.rewards.catalog import check_rewards, make_part
+from megarl.rewards.functions import Rule
+from megarl.rewards.limits import TooSlow, WorkerFailed, limited
+from megarl.rewards.outcome import Case, Part, Verdict, left_out
+from megarl.rewards.process import Process
 from megarl.types import Prompt, Sample
 
 __all__ = ["Scorer", "make_scorer"]
@@ -24,99 +29,142 @@ __all__ = ["Scorer", "make_scorer"]
 log = logging.getLogger(__name__)
 
 
-class _TooSlow(BaseException):
-    """Not an Exception, so that code which swallows those cannot swallow it."""
+def make_scorer(
+    rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Callable[[Sequence[int]], str] | None = None
+) -> Scorer:
+    """`timeout_s` is a rule's for one sample; `decode` makes text of a response's tokens, for process rewards.
+
+    Raises ValueError when a reward cannot be found or made.
+    """
+    check_rewards(rewards)
+    parts = tuple(_Weighted(reward.name, reward.weight, make_part(reward, decode or _no_text)) for reward in rewards)
+    return Scorer(parts, timeout_s)
+
+
+def _no_text(tokens: Sequence[int]) -> str:
+    raise ValueError("no tokenizer was given")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Weighted:
     name: str
     weight: float
-    options: Mapping[str, Any]
-    function: Callable[..., float]
-    takes: frozenset[str] | None  # None: any keyword
+    part: Part | Rule
 
-    def value(self, known: Mapping[str, Any]) -> float:
-        arguments = {**known, **self.options}
-        if self.takes is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self.takes}
-        return float(self.function(**arguments))
-
-
-def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0) -> Scorer:
-    """Raises ValueError when a reward cannot be found."""
-    check_rewards(rewards)
-    return Scorer(tuple(_part(reward) for reward in rewards), timeout_s)
-
-
-def _part(reward: Reward) -> _Part:
-    function = reward_function(reward)
-    return _Part(reward.name, reward.weight, reward.options, function, taken_by(function))
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.part, Rule) or (isinstance(self.part, Process) and self.part.is_local)
 
 
 @dataclass(frozen=True)
 class Scorer:
     """roles.Rewards. Each cause is logged once, with the first sample that met it."""
 
-    parts: tuple[_Part, ...]
-    timeout_s: float  # of all rewards of one sample; enforced on the main thread only
+    parts: tuple[_Weighted, ...]
+    timeout_s: float  # of one rule and one sample
     seen: set[str] = field(default_factory=set)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        return [self._scored(by_id[sample.prompt_id], sample) for sample in samples]
+        cases = [_case(by_id[sample.prompt_id], sample) for sample in samples]
+        meanwhile = {part.name: _Meanwhile(part, cases) for part in self.parts if not part.is_local}
+        verdicts = {part.name: self._here(part, cases) for part in self.parts if part.is_local}
+        verdicts |= {name: waiting.verdicts() for name, waiting in meanwhile.items()}
+        return [
+            self._scored(sample, {part.name: verdicts[part.name][row] for part in self.parts})
+            for row, sample in enumerate(samples)
+        ]
 
-    def _scored(self, prompt: Prompt, sample: Sample) -> Sample:
-        known = {
-            **prompt.extra,
-            "prompt": prompt.text,
-            "response": sample.text,
-            "answer": prompt.answer,
-            "tokens": sample.tokens[sample.trainable].tolist(),
-            "finish": sample.finish,
-        }
-        values: dict[str, float] = {}
+    def _here(self, weighted: _Weighted, cases: Sequence[Case]) -> list[Verdict]:
+        part = weighted.part
+        return [self._ruled(part, case) for case in cases] if isinstance(part, Rule) else _asked(part, cases)
+
+    def _ruled(self, rule: Rule, case: Case) -> Verdict:
+        try:
+            value = float(limited(rule.function, rule.arguments(case), timeout_s=self.timeout_s))
+        except TooSlow:
+            return Verdict(None, "timeout", f"took longer than {self.timeout_s} s")
+        except WorkerFailed as error:
+            return Verdict(None, "error", f"raised {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may fail in any way)
+            return Verdict(None, "error", f"raised {type(error).__name__}: {error}")
+        return Verdict(value)
+
+    def _scored(self, sample: Sample, verdicts: dict[str, Verdict]) -> Sample:
+        counted = []
+        for name, verdict in verdicts.items():
+            if verdict.value is None:
+                return self._dropped(sample, f"reward/{name}/{verdict.cause}", verdict.why)
+            if not math.isfinite(verdict.value):
+                return self._dropped(sample, f"reward/{name}/nan", f"returned {verdict.value}")
+            if verdict.cause:
+                counted.append(f"reward/{name}/{verdict.cause}")
+                self._tell(counted[-1], sample, f"is worth {verdict.value}", verdict.why)
+        values = {name: verdict.value for name, verdict in verdicts.items() if verdict.value is not None}
+        total, steps = 0.0, []
         for part in self.parts:
-            try:
-                with _alarm(self.timeout_s):
-                    value = part.value(known)
-            except _TooSlow:
-                return self._dropped(sample, part.name, "timeout", f"took longer than {self.timeout_s} s")
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may fail in any way)
-                return self._dropped(sample, part.name, "error", f"raised {type(error).__name__}: {error}")
-            if not math.isfinite(value):
-                return self._dropped(sample, part.name, "nan", f"returned {value}")
-            values[part.name] = value
-        total = sum(part.weight * values[part.name] for part in self.parts)
-        if not math.isfinite(total):
-            return self._dropped(sample, "total", "nan", f"the weighted sum of {values} is {total}")
-        return replace(sample, reward=total, rewards=values)
+            placed = verdicts[part.name].steps
+            if placed is None:
+                total += part.weight * values[part.name]
+            else:
+                steps += [(index, part.weight * reward) for index, reward in placed]
+        if not all(map(math.isfinite, (total, *(reward for _, reward in steps)))):
+            return self._dropped(sample, "reward/total/nan", f"the weighted sum of {values} is {total}")
+        at = sample.trainable.nonzero().flatten().tolist() if steps else []
+        extra = {**sample.extra, "counted": counted} if counted else sample.extra
+        placed_steps = tuple((at[index], reward) for index, reward in steps)
+        return replace(sample, reward=total, rewards=values, step_rewards=placed_steps, extra=extra)
 
-    def _dropped(self, sample: Sample, name: str, kind: str, what: str) -> Sample:
-        cause = f"reward/{name}/{kind}"
+    def _dropped(self, sample: Sample, cause: str, why: str) -> Sample:
+        self._tell(cause, sample, "is left out", why)
+        return replace(sample, reward=None, extra={**sample.extra, "dropped": cause})
+
+    def _tell(self, cause: str, sample: Sample, what: str, why: str) -> None:
         if cause not in self.seen:
             self.seen.add(cause)
             log.warning(
-                "%s: prompt %d, sample %d is left out: the reward %s (later ones are only counted)",
-                cause, sample.prompt_id, sample.index, what,
+                "%s: prompt %d, sample %d %s: the reward %s (later ones are only counted)",
+                cause, sample.prompt_id, sample.index, what, why,
             )  # fmt: skip
-        return replace(sample, reward=None, extra={**sample.extra, "dropped": cause})
 
 
-@contextmanager
-def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raise _TooSlow here after `timeout_s` seconds. Signals reach the main thread only; elsewhere nothing is set."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _case(prompt: Prompt, sample: Sample) -> Case:
+    return Case(
+        id=f"{sample.prompt_id}/{sample.index}",
+        prompt=prompt.text,
+        response=sample.text,
+        answer=prompt.answer,
+        tokens=tuple(sample.tokens[sample.trainable].tolist()),
+        finish=sample.finish,
+        extra=prompt.extra,
+    )
 
-    def too_slow(number: int, frame: object) -> None:
-        raise _TooSlow
 
-    before = signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)  # again each second, should the code catch it
+def _asked(part: Part, cases: Sequence[Case]) -> list[Verdict]:
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        return part(cases)
+    except Exception as error:  # a defect of a part's must not end the run
+        log.exception("a reward failed")
+        return left_out(cases, "error", f"raised {type(error).__name__}: {error}")
+
+
+class _Meanwhile:
+    """One part at work on a thread of its own, for no longer than it said."""
+
+    def __init__(self, weighted: _Weighted, cases: Sequence[Case]) -> None:
+        assert not isinstance(weighted.part, Rule)
+        self.name, self.part, self.cases = weighted.name, weighted.part, cases
+        self.found: list[Verdict] | None = None
+        self.deadline = time.monotonic() + self.part.total_s
+        self.thread = threading.Thread(target=self._work, name=f"reward {self.name}", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        self.found = _asked(self.part, self.cases)
+
+    def verdicts(self) -> list[Verdict]:
+        self.thread.join(max(self.deadline - time.monotonic(), 0))
+        if self.found is None:
+            why = f"{self.name} had not scored {len(self.cases)} samples after {self.part.total_s:.0f} s, and was left"
+            return left_out(self.cases, "timeout", why)
+        return self.found

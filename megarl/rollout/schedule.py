@@ -57,7 +57,8 @@ def digest(groups: Sequence[Group]) -> str:
 
 @dataclass
 class Rollouts:
-    """roles.Rollouts. After `collect`, `counts` says what of the last step was left out, by cause."""
+    """roles.Rollouts. After `collect`, `counts` says what of the last step was left out, by cause,
+    and what was scored with a cause (a reward's own: code that ran for ever, say)."""
 
     generate: Generate
     samples_per_prompt: int
@@ -126,6 +127,7 @@ class Rollouts:
         groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         for group in groups:
             self.counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
+            self.counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
             no_baseline = self.greedy_baseline and group.baseline is None
             self.counts["groups/no_baseline"] += no_baseline
             self.counts["groups/empty"] += not group.samples

@@ -20,7 +20,7 @@ BANS = {
     r"megatron\.core\.parallel_state|import parallel_state": {"actor/build.py"},
     r"^\s*from \.": set(),  # absolute imports only
     r"except\s*:": set(),
-    r"https?://(?!(arxiv\.org|github\.com|www\.apache\.org)/)": set(),
+    r"https?://(?!(arxiv\.org|github\.com|www\.apache\.org)/|(host|localhost)[:/])": set(),
 }
 
 

@@ -1,13 +1,12 @@
-"""Rewards that are rules, and how a reward's name is found."""
+"""Rewards that are rules, on right answers and on hostile ones."""
 
 from __future__ import annotations
 
-import re
+import time
 
 import pytest
 
-from megarl.config.schema import Reward
-from megarl.rewards.rules import accuracy, check_rewards, even_fraction, final_answer, format_think, reward_function
+from megarl.rewards.rules import accuracy, even_fraction, final_answer, format_think
 
 
 @pytest.mark.parametrize(
@@ -79,58 +78,27 @@ def test_even_fraction():
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    "response",
     [
-        ("acuracy", "did you mean accuracy"),
-        ("zzz", "there are accuracy, format"),
-        ("https://rewards.example/score", "is a URL"),
-        ("no_such.module:f", "cannot be imported"),
-        ("megarl.rewards.rules:nothing", "has no 'nothing'"),
-        ("megarl.rewards.rules:BUILT_IN", "not a function"),
-        (":f", "write package.module:function"),
+        "\\boxed{" * 15_000,
+        "{" * 50_000 + "}" * 50_000,
+        "<answer>" * 13_000,
+        "<think>" * 15_000,
+        "\\boxed{" + "9" * 100_000 + "}",
+        "</think>" * 13_000,
+        " " * 50_000 + "<think>x</think>" + " " * 50_000,
+        "\x00\ud800\\boxed{\\frac{1}{",
+        "1" + "+1" * 50_000,
     ],
 )
-def test_a_name_that_is_not_found(name, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        check_rewards([Reward(name=name)])
+def test_hostile_texts_are_judged_at_once(response):
+    start = time.monotonic()
+    assert accuracy(response=response, answer="17") == 0.0
+    assert format_think(response=response) == 0.0
+    assert time.monotonic() - start < 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("accuracy", {"strict": True}, "name='accuracy' has no option 'strict'; it takes none; remove it"),
-        ("accuracy", {"score": 1}, "has no option 'score'"),
-        ("format", {"response": "x"}, "has no option 'response'"),
-        ("megarl.rewards.rules:even_fraction", {"base": 2}, "has no option 'base'"),
-        (f"{__name__}:close", {"tolerence": 1.0}, "did you mean tolerance?"),
-        (f"{__name__}:close", {"x": 1.0}, "it takes tolerance; remove it"),
-    ],
-)
-def test_an_option_that_a_reward_does_not_take(name, options, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        check_rewards([Reward(name=name, options=options)])
-
-
-def test_options_that_rewards_take():
-    check_rewards([Reward(name=f"{__name__}:close", options={"tolerance": 1.0})])
-    check_rewards([Reward(name=f"{__name__}:anything", options={"whatever": 1.0})])
-
-
-def close(response, answer, tolerance=0.0):
-    return float(abs(float(response) - float(answer)) <= tolerance)
-
-
-def anything(**everything):
-    return 0.0
-
-
-def test_a_reward_named_twice():
-    with pytest.raises(ValueError, match="given twice"):
-        check_rewards([Reward(name="format"), Reward(name="format", weight=0.5)])
-
-
-def test_a_module_that_fails_while_it_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "broken_reward.py").write_text("1 / 0\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
-        reward_function(Reward(name="broken_reward:f"))
+def test_boxed_in_boxed_and_after_a_stray_brace():
+    assert final_answer(r"\boxed{1} } \boxed{x + \boxed{2}}") == "2"
+    assert final_answer(r"\boxed{7} \boxed{ { }") == "7"
+    assert final_answer("<answer>1</answer> <answer>2</answer> <answer>3") == "2"

@@ -1,0 +1,28 @@
+"""A reward server, whole: ``python -m megarl.rewards.example_server 8000``; then name it in the config, as
+``rewards: [{name: "http://localhost:8000/score"}]``. The contract is in remote.py."""
+
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def score(sample: dict[str, Any]) -> float:
+    return float(sample["response"].strip() == sample["answer"])
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        scores = [{"id": sample["id"], "score": score(sample)} for sample in request["samples"]]
+        body = json.dumps({"scores": scores}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    print(server.server_port, flush=True)  # port 0: any that is free
+    server.serve_forever()

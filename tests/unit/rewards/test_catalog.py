@@ -1,0 +1,91 @@
+"""How a reward's name is found and its options judged, before anything starts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megarl.config.schema import Reward
+from megarl.rewards.catalog import check_rewards
+
+JUDGE = {"url": "http://host:8000/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("acuracy", "did you mean accuracy"),
+        ("zzz", "there are accuracy, format, code, judge, process"),
+        ("proces", "did you mean process"),
+        ("ftp://host/score", "is no URL of a server"),
+        ("http://:80/score", "is no URL of a server"),
+        ("http://host:port/score", "is no URL of a server"),
+        ("http://me:secret@host/score", "use headers_env"),
+        ("no_such.module:f", "cannot be imported"),
+        ("megarl.rewards.rules:nothing", "has no 'nothing'"),
+        ("megarl.rewards.rules:BUILT_IN", "not a function"),
+        (":f", "write package.module:function"),
+    ],
+)
+def test_a_name_that_is_not_found(name, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_rewards([Reward(name=name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("accuracy", {"strict": True}, "name='accuracy' has no option 'strict'; it takes none; remove it"),
+        ("accuracy", {"score": 1}, "has no option 'score'"),
+        ("format", {"response": "x"}, "has no option 'response'"),
+        ("megarl.rewards.rules:even_fraction", {"base": 2}, "has no option 'base'"),
+        (f"{__name__}:close", {"tolerence": 1.0}, "did you mean tolerance?"),
+        (f"{__name__}:close", {"x": 1.0}, "it takes tolerance; remove it"),
+        ("http://host/score", {"retry": 1}, "did you mean retries?"),
+        ("http://host/score", {"timeout_s": -1}, "option timeout_s=-1 refused: it should be greater than 0"),
+        ("http://host/score", {"headers_env": {"Authorization": "NO_SUCH_ENV"}}, "NO_SUCH_ENV, which is not set"),
+        ("code", {"time": 1}, "did you mean time_s?"),
+        ("code", {"sandbox": "none"}, "it should be 'strict' or 'best_effort'"),
+        ("judge", {"model": "m"}, "needs the option url"),
+        ("judge", {"url": "host", "model": "m"}, "is no URL of a server"),
+        ("judge", {**JUDGE, "modle": "m"}, "did you mean model?"),
+        ("judge", {**JUDGE, "template": "Grade {answer}"}, "template lacks {response}"),
+        ("judge", {**JUDGE, "parse": "regex"}, "a pattern goes with parse: regex"),
+        ("judge", {**JUDGE, "parse": "regex", "pattern": "[0-9]"}, "has no group"),
+        ("judge", {**JUDGE, "range": [1, 1]}, "is empty"),
+        ("process", {"splitter": "newline"}, "needs the option scorer"),
+        ("process", {"scorer": "no_such.module:f"}, "cannot be imported"),
+        ("process", {"scorer": f"{__name__}:close", "splitter": "regex"}, "a pattern goes with regex"),
+        ("process", {"scorer": f"{__name__}:close", "splitter": "lines"}, "it should be 'paragraph', 'newline'"),
+        ("process", {"scorer": f"{__name__}:close", "options": {"toler": 1}}, "did you mean tolerance?"),
+    ],
+)
+def test_an_option_that_a_reward_does_not_take(name, options, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_rewards([Reward(name=name, options=options)])
+
+
+def test_options_that_rewards_take():
+    check_rewards([Reward(name=f"{__name__}:close", options={"tolerance": 1.0})])
+    check_rewards([Reward(name=f"{__name__}:anything", options={"whatever": 1.0})])
+
+
+def close(response, answer, tolerance=0.0):
+    return float(abs(float(response) - float(answer)) <= tolerance)
+
+
+def anything(**everything):
+    return 0.0
+
+
+def test_a_reward_named_twice():
+    with pytest.raises(ValueError, match="given twice"):
+        check_rewards([Reward(name="format"), Reward(name="format", weight=0.5)])
+
+
+def test_a_module_that_fails_while_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "broken_reward.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
+        check_rewards([Reward(name="broken_reward:f")])
