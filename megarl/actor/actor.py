@@ -15,12 +15,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.actor.build import build_model, held_tensors, init_parallel, padded_vocab, transformer_config
+from megarl.actor.build import build_model, held_tensors, init_parallel, padded_vocab
 from megarl.actor.forward import Microbatch, Reading, pack, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
 from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.actor.reference import Reference
+from megarl.actor.settings import transformer_config
 from megarl.actor.update import UpdateLoss, global_sums
 from megarl.algorithms.objective import loss_weights, select_tokens, token_means
 from megarl.algorithms.selection import SELECT

@@ -1,4 +1,4 @@
-"""ModelShape and parallel sizes -> Megatron's process groups, TransformerConfig and GPTModel.
+"""ModelShape and parallel sizes -> Megatron's process groups and GPTModel.
 
     init_parallel(sizes, layout)        -> the tensor group    the only place that touches parallel_state
     build_model(shape, layout, config)  -> GPTModel, ...       a chunk of the pipeline each; hidden states, not logits
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.actor.layers import block_spec
 from megarl.config.model import ModelShape
-from megarl.layout import Axis, Layout, Parallel, stage_layers
+from megarl.layout import Layout, Parallel, stage_layers
 
 __all__ = [
     "build_model",
@@ -34,10 +33,8 @@ __all__ = [
     "init_parallel",
     "output_weight",
     "padded_vocab",
-    "transformer_config",
 ]
 
-Dispatcher = Literal["alltoall", "allgather"]
 _VOCAB_MULTIPLE = 8  # embedding rows of each tensor rank: GEMMs like it, and a small vocabulary grows little
 
 
@@ -103,92 +100,6 @@ def _assert_agrees(layout: Layout) -> None:
         assert (size(), rank()) == (ours.size, ours.rank), f"{name}: Megatron says {size()}, {rank()}, layout {ours}"
 
 
-def transformer_config(
-    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
-) -> TransformerConfig:
-    """Megatron's settings for this model and layout. Gradients are sums: nothing in Megatron divides them.
-
-    Raises ValueError for a dispatcher that cannot carry packed micro-batches.
-    """
-    if dispatcher != "alltoall":
-        raise ValueError(f"moe.dispatcher={dispatcher} needs micro-batches of one length; set it to alltoall")
-    return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.intermediate,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.rms_eps,
-        qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=layout.tp.size,
-        pipeline_model_parallel_size=layout.pp.size,
-        pipeline_model_parallel_layout=_pipeline_layout(shape, layout),
-        context_parallel_size=layout.cp.size,
-        expert_model_parallel_size=layout.ep.size,
-        expert_tensor_parallel_size=layout.etp.size,
-        sequence_parallel=layout.tp.size > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # Packed micro-batches differ in length. Virtual stages pad them to one (forward.run): with two ranks each is
-        # the other's next and previous, and lengths sent ahead in both directions would be taken for one another.
-        variable_seq_lengths=layout.vpp.size == 1,
-        overlap_p2p_comm=layout.vpp.size > 1,  # which also gives each direction a group of its own
-        batch_p2p_comm=layout.vpp.size == 1,
-        moe_token_dispatcher_type=dispatcher,  # dense models too: Megatron checks it before it looks for experts
-        calculate_per_token_loss=True,
-        # Every parameter is loaded, so nothing is drawn; but to "initialise" is also what marks a parameter as split
-        # over the tensor ranks, and without the mark the gradient norm leaves it out on all of them but the first.
-        perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        bias_activation_fusion=use_te,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
-    )
-
-
-def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
-    return {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.moe_intermediate,
-        "moe_router_topk": shape.experts_per_token,
-        # softmax over the chosen experts is the renormalised softmax over all
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": use_te,
-    }
-
-
-def _leave(weight: Tensor) -> Tensor:
-    return weight
-
-
-def _pipeline_layout(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
-    """What each chunk of the pipeline holds, in their order; Megatron's own rule knows even stages only."""
-    if layout.pp.size == 1:
-        return None
-    stages = [stage_layers(shape.layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]
-    chunks = [["decoder"] * len(stage[v]) for v in range(layout.vpp.size) for stage in stages]
-    chunks[0].insert(0, "embedding")
-    chunks[-1].append("loss")
-    return chunks
-
-
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
     """This rank's chunks of the pipeline, parameters not yet loaded. A forward gives hidden [1, T / tp, hidden]."""
     chunks = stage_layers(shape.layers, layout)
@@ -199,7 +110,7 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
             layout,
             config,
             vp_stage=number if last else None,
-            spec=block_spec(config, num_layers=len(layers), use_te=use_te),
+            spec=block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te),
             first=layout.pp.first and number == 0,
             last=layout.pp.last and number == last,
         )
@@ -226,10 +137,11 @@ def _build_chunk(
         post_process=last,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_fraction,
         rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # a float is as good
         vp_stage=vp_stage,
     )
-    if shape.rope_scaling:
+    if shape.rope_scaling.get("rope_type") == "llama3":
         model.rotary_pos_emb.inv_freq = _llama3_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     if last:
         model.output_layer.forward = _hand_through  # pyright: ignore[reportAttributeAccessIssue]
@@ -243,6 +155,7 @@ def held_tensors(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         found |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}
+        found |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
     return found
 
 

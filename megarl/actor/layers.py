@@ -1,12 +1,13 @@
 """The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
 
-The local spec lacks two things, which are here: a norm that allows sequence parallelism, and a core
-attention that takes packed rows. Shapes: T tokens of all rows end to end, H heads of this tensor rank,
-G key/value heads, D head_dim.
+The local spec lacks three things, which are here: a norm that allows sequence parallelism, a core attention that
+takes packed rows, and latent attention whose gradients are whole under tensor parallelism. Shapes: T tokens of all
+rows end to end, H heads of this tensor rank, G key/value heads, D head_dim of query and key, E of value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +17,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-__all__ = ["PackedAttention", "RMSNorm", "block_spec"]
+__all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "block_spec"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -42,7 +43,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each row of a packed [T, H, D] query; key and value are [T, G, D].
+    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
 
     Rows of like length (up to the next power of two) are one padded call: a pad sits behind its row, so
     causality alone keeps it out, and the padding at most doubles the tokens.
@@ -56,20 +57,20 @@ class PackedAttention(torch.nn.Module):
         self,
         query: Tensor,  # [T, H, D]
         key: Tensor,  # [T, G, D]
-        value: Tensor,  # [T, G, D]
+        value: Tensor,  # [T, G, E]
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
-    ) -> Tensor:  # [T, H * D]
+    ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
         parts, places = [], []
         for rows_RL, is_token_RL in _like_lengths(packed_seq_params.cu_seqlens_q.tolist()):
             index = rows_RL.flatten().to(query.device)
             q, k, v = (
                 x.index_select(0, index).unflatten(0, rows_RL.shape).transpose(1, 2) for x in (query, key, value)
-            )  # [R, H, L, D], [R, G, L, D]
+            )  # [R, H, L, D], [R, G, L, D], [R, G, L, E]
             out = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
             )
@@ -95,29 +96,67 @@ def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
     return groups
 
 
-def block_spec(config: TransformerConfig, *, num_layers: int, use_te: bool) -> TransformerBlockSubmodules:
-    """The spec of the `num_layers` layers of one pipeline stage."""
-    kind: dict[str, Any] = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-    }
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with the narrow projections whole on every tensor rank, as under Transformer Engine.
+
+    Megatron's local spec splits them and gathers what they give; the gradient of the key that all heads share then
+    lacks what the other ranks' heads add to it (0.16.1, 0.19.2).
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = _Whole(config, config.q_lora_rank)
+        self.linear_kv_down_proj = _Whole(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+
+class _Whole(torch.nn.Module):
+    """A linear without bias on this rank's part of the sequence; what it returns is what Megatron's linears do."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return linear(x, self.weight), None
+
+
+def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
+    """The spec of the layers of one pipeline chunk: which of them have experts."""
+    norm, layer_spec = RMSNorm, _local_layer
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        norm: Any = TENorm
-        layer = get_gpt_layer_with_transformer_engine_spec(**kind)
-    else:
-        norm = RMSNorm
-        layer = _with_own_parts(get_gpt_layer_local_spec(**kind, normalization="RMSNorm"))
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+        norm, layer_spec = TENorm, _te_layer
+    specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 
-def _with_own_parts(layer: ModuleSpec) -> ModuleSpec:
+def _te_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+
+
+def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if attention.q_layernorm is not IdentityOp:
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

@@ -232,6 +232,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above", _ALL),
     # Names that only Transformer Engine would define
     Patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, "is undefined without it", "0.16.1"),
+    Patch(
+        "megatron.core.transformer.multi_latent_attention.HAVE_TE",
+        False,
+        "is true without it, and then asks for instances of classes that are None",
+        "0.16.1",
+    ),
 )
 
 
@@ -297,9 +303,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["__builtins__"] = self._host.builtins
         super().exec_module(module)
-        for name, value in self._host.names.get(module.__name__, {}).items():
-            if not hasattr(module, name):
-                setattr(module, name, value)
+        vars(module).update(self._host.names.get(module.__name__, {}))
 
 
 class _Host:

@@ -33,6 +33,39 @@ _LLAMA3 = {
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+_SIGMOID_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
+_LATENT = {
+    **_SIGMOID_ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": _YARN,
+    "num_nextn_predict_layers": 0,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of transformers and its arguments
     "llama": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": False, "rope_parameters": _LLAMA3}),
     "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
@@ -42,6 +75,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
     "qwen3_moe_unnormalised": (
         "Qwen3MoeConfig",
         {**_SIZES, **_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "sliding_window": None}),
+    "deepseek_v3": ("DeepseekV3Config", {**_SIZES, **_LATENT}),
+    "deepseek_v3_direct": (  # queries projected directly, plain rope, one group, tied
+        "DeepseekV3Config",
+        {
+            **_SIZES,
+            **_LATENT,
+            "q_lora_rank": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "n_group": 1,
+            "topk_group": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **_SIZES,
+            **_SIGMOID_ROUTED,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "num_nextn_predict_layers": 0,
+        },
     ),
 }
 
@@ -60,6 +119,9 @@ def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("bias"):
                 parameter.normal_(0, 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(folder / name)
     return folder / name
 

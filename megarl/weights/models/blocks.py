@@ -73,15 +73,15 @@ def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
 
 
 def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    """DeepSeek's. The narrow projections: split over rows in Megatron's local spec, whole under Transformer Engine."""
+    """DeepSeek's. The narrow projections are whole on every rank, in our local layer as under Transformer Engine."""
     hf, mc, at = HF + "self_attn.", MC + "self_attention.", shape.latent or Latent(0, 0, 0, 0, 0)
-    narrow, te = (Whole if style == "te" else Rows), style == "te"
+    te = style == "te"
     rules: list[Rule] = [Whole(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (shape.hidden,))]
     queries = shape.heads * shape.head_dim
     if at.q_rank:
         norm = "linear_q_up_proj.layer_norm_weight" if te else "q_layernorm.weight"
         rules += [
-            narrow(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (at.q_rank, shape.hidden)),
+            Whole(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (at.q_rank, shape.hidden)),
             Whole(hf + "q_a_layernorm.weight", mc + norm, (at.q_rank,)),
             Rows(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, at.q_rank)),
         ]
@@ -92,7 +92,7 @@ def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
     up = (shape.heads * (at.nope + at.value), at.kv_rank)
     return (
         *rules,
-        narrow(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down),
+        Whole(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down),
         Whole(hf + "kv_a_layernorm.weight", mc + norm, (at.kv_rank,)),
         Rows(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up),
         Cols(hf + "o_proj.weight", mc + "linear_proj.weight", (shape.hidden, shape.heads * at.value)),
