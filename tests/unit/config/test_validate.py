@@ -50,7 +50,9 @@ def test_torchrun_sets_the_world() -> None:
     [
         ({"parallel": {"tensor": 3}}, {}, ["heads=4", "parallel.tensor=3", "1, 2, 4"]),
         ({"parallel": {"tensor": 4}}, {}, ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
-        ({"parallel": {"pipeline": 2}}, {"layers": 3}, ["layers=3", "parallel.pipeline=2"]),
+        ({"parallel": {"pipeline": 4}}, {"layers": 3}, ["layers=3", "pipeline x virtual_pipeline = 4 x 1"]),
+        ({"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {"layers": 3}, ["layers=3", "= 2 x 2 chunks"]),
+        ({"parallel": {"virtual_pipeline": 2}}, {"layers": 4}, ["virtual_pipeline=2", "pipeline to 2 or more"]),
         ({"parallel": {"expert": 2}}, {}, ["parallel.expert=2", "no experts"]),
         ({"parallel": {"expert": 3}}, {"family": "qwen3_moe", "experts": 4}, ["experts=4", "parallel.expert=3"]),
         (
