@@ -9,6 +9,10 @@ from megarl.platform.env import set_env
 set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--curves", help="folder for the learning curves of tests/e2e/test_algorithms.py")
+
+
 @pytest.fixture(autouse=True)
 def outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (

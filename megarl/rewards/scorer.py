@@ -113,7 +113,12 @@ class Scorer:
         at = sample.trainable.nonzero().flatten().tolist() if steps else []
         extra = {**sample.extra, "counted": counted} if counted else sample.extra
         placed_steps = tuple((at[index], reward) for index, reward in steps)
-        return replace(sample, reward=total, rewards=values, step_rewards=placed_steps, extra=extra)
+        has_outcome = any(verdicts[part.name].steps is None and part.weight for part in self.parts)
+        if not has_outcome:  # what the steps are worth on average, for whoever looks at one number
+            total = sum(part.weight * values[part.name] for part in self.parts)
+        return replace(
+            sample, reward=total, rewards=values, step_rewards=placed_steps, has_outcome=has_outcome, extra=extra
+        )
 
     def _dropped(self, sample: Sample, cause: str, why: str) -> Sample:
         self._tell(cause, sample, "is left out", why)

@@ -118,6 +118,7 @@ class Telemetry:
                         "answer": group.prompt.answer,
                         "reward": sample.reward,
                         "rewards": dict(sample.rewards),
+                        **({"steps": sample.step_rewards} if sample.step_rewards else {}),
                         "finish": sample.finish,
                     }
                     out.write(json.dumps(values, ensure_ascii=False) + "\n")

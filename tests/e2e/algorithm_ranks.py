@@ -1,0 +1,90 @@
+"""One rank, one engine, many runs one after the other: presets and options in the whole loop.
+
+python algorithm_ranks.py FOLDER SET     SET is `learning` or `options`; metrics go to FOLDER/<case>/metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.config.load import load_config
+from megarl.config.presets import PRESETS
+from megarl.launch import colocated
+from megarl.launch.create import materialize_model
+from megarl.platform.device import pick_device
+from megarl.platform.env import Env
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = ["train.lr=3e-3", "train.max_tokens_per_microbatch=4096", "train.updates_per_step=2"]
+STEPS = 24
+PROCESS = (  # four tokens a step, each worth its own share of even ones
+    "rewards=[{name: process, options: {splitter: regex, pattern: '(\\d+ ){4}', scorer: 'algorithm_rewards:steps'}}]"
+)
+LEARNING = {
+    **{
+        name: [f"algorithm.preset={name}"]
+        for name in ("grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "gspo", "cispo")
+    },
+    "grpo_process": ["algorithm.advantage=grpo_process", PROCESS],
+}
+ADAPTIVE = "algorithm.kl={where: %s, coef: 0.1, target: 1e-5, horizon: 128}"
+OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo where none is named
+    "clip_cov": ["algorithm.loss=clip_cov", "algorithm.select_options={share: 0.1, low: -100, high: 100}"],
+    "kl_cov": ["algorithm.loss=kl_cov", "algorithm.select_options={share: 0.1}"],
+    "clip_cov_no_share": ["algorithm.loss=clip_cov", "algorithm.select_options={low: 100, high: 200}"],
+    "gmpo": ["algorithm.loss=gmpo"],
+    "sapo": ["algorithm.loss=sapo"],
+    "gpg": ["algorithm.advantage=gpg", "algorithm.loss=gpg"],
+    "opo": ["algorithm.advantage=opo"],
+    "bypass": ["algorithm.bypass=true", "algorithm.correction=none"],
+    "opsm": ["algorithm.correction=opsm", "algorithm.correction_options={delta: 0.0}"],
+    "entropy": ["algorithm.entropy_coef=1.0"],
+    "normalised": [
+        "algorithm.preset=reinforce", "algorithm.normalise_rewards=true", "algorithm.reward_clip=[-0.5, 0.5]",
+        "algorithm.reward_clip_stage=normalised",
+    ],
+    "mask": ["algorithm.truncated=mask"],
+    "penalise": ["algorithm.truncated=penalise", "algorithm.truncated_reward=-2"],
+    "filtered": ["rewards=[{name: 'algorithm_rewards:coarse'}]", "algorithm.max_refills=2"],
+    "unfiltered": ["rewards=[{name: 'algorithm_rewards:coarse'}]", "algorithm.filter_zero_std=false"],
+    "all_flat": ["rewards=[{name: 'algorithm_rewards:same'}]", "algorithm.max_refills=1"],
+    "hostile": [
+        "algorithm.preset=dr_grpo", "rewards=[{name: 'algorithm_rewards:Hostile'}]", "train.steps=4",
+        "algorithm.max_refills=0",
+    ],
+    "adaptive_reward": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "reward", "algorithm.normalise_rewards=true"],
+    "adaptive_loss": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "loss"],
+}  # fmt: skip
+RESUMED = ("adaptive_reward", "adaptive_loss")
+
+
+def cases(which: str) -> dict[str, list[str]]:
+    if which == "learning":
+        return {name: [f"train.steps={STEPS}", *overrides] for name, overrides in LEARNING.items()}
+    presets = {name: [f"algorithm.preset={name}"] for name in PRESETS}
+    options = presets | OPTIONS | {f"{name}_resumed": OPTIONS[name] for name in RESUMED}
+    return {name: ["train.steps=2", *overrides] for name, overrides in options.items()}
+
+
+def main(folder: Path, which: str) -> None:
+    env = Env.read()
+    dist.init_process_group("gloo")
+    device, engine = pick_device(env.local_rank), None
+    for name, overrides in cases(which).items():
+        print(name, flush=True)
+        if name.endswith("_resumed"):  # as if it had been stopped after two of its four steps
+            kept = folder / name.removesuffix("_resumed") / "checkpoints"
+            shutil.copytree(kept / "step_2", folder / name / "checkpoints" / "step_2")
+        values = [f"run.dir={folder}", f"run.name={name}", *COMMON, *overrides]
+        config = materialize_model(load_config(ROOT / "configs" / "tiny_dense.yaml", values))
+        parts = colocated.Parts.of(config, env, device)
+        engine = engine or parts.engine()
+        colocated.run_rl(parts, engine)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,36 @@
+"""Rewards of the runs in algorithm_ranks.py: of the tokens alone, kind and hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def even(tokens: Sequence[int]) -> float:
+    return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
+
+
+def steps(steps: Sequence[str]) -> list[float]:
+    return [even([int(token) for token in step.split()]) for step in steps]
+
+
+def coarse(tokens: Sequence[int]) -> float:
+    """Right about one time in ten: many groups of eight are all wrong."""
+    return float(even(tokens) > 0.65)
+
+
+def same(tokens: Sequence[int]) -> float:
+    return 0.7
+
+
+class Hostile:
+    """Every step of 64 samples is hostile in its own way: numbers out of bounds, none at all, huge, kind."""
+
+    calls = 0
+
+    def __new__(cls, tokens: Sequence[int]) -> float:  # called as a function
+        step, cls.calls = cls.calls // 64, cls.calls + 1
+        if step == 0:
+            return {0: float("inf"), 1: float("nan"), 2: 1e39, 3: -1e300}.get(tokens[0] % 8, even(tokens))
+        if step == 1:
+            raise RuntimeError("the server is down")
+        return 1e30 * even(tokens) if step == 2 else even(tokens)
