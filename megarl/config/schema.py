@@ -155,6 +155,8 @@ class ParallelSizes(Section):
 
 class Rollout(Section):
     tensor: PositiveInt = 1
+    expert: PositiveInt = 1  # of vLLM's expert parallelism, over data x tensor ranks of a replica; only planned so far
+    replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks of a replica
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
     temperature: float = Field(default=1.0, gt=0)
@@ -197,13 +199,14 @@ class Sft(Section):
 class Checkpoint(Section):
     every: int = Field(default=50, ge=0)  # steps; and at the end. 0: never
     keep: PositiveInt = 3
+    asynchronous: bool = True  # written while the run goes on; the state is copied to host memory first
     resume: str = "auto"  # auto | never | a checkpoint's folder
     hf: bool = False  # also export a Hugging Face model at the end
 
 
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
-    processes: PositiveInt | None = None
+    processes: PositiveInt | None = None  # the trainer's, in the split topology
     timeout_s: PositiveInt = 600  # of any collective
 
 

@@ -207,6 +207,7 @@ class Parts:
             every=config.checkpoint.every,
             keep=config.checkpoint.keep,
             last_step=config.train.steps,
+            asynchronous=config.checkpoint.asynchronous,
         )
 
     def export(self, actor: Actor) -> None:
@@ -265,6 +266,7 @@ def _run_sft(parts: Parts) -> None:
                 start=start,
             )
         )
+        checkpoint.finish()
     parts.export(actor)
 
 
@@ -301,5 +303,7 @@ def run_rl(parts: Parts, engine: Engine) -> Actor:
             train(run)
         except CheckFailed:  # raised on every rank alike: what was learnt so far is kept
             checkpoint.save()
+            checkpoint.finish()
             raise
+        checkpoint.finish()
     return actor

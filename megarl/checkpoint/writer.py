@@ -1,0 +1,103 @@
+"""One distributed checkpoint on its way to disk: planned and copied to the host at once, written by a thread.
+
+    plan (collective) -> host copy -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
+
+Megarl's own thread instead of Megatron-Core's writer processes: 0.16 forks them, out of a process that holds an
+engine and its threads. Only this thread's disk work runs beside the loop; every collective is the caller's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from megarl.checkpoint import files
+from megarl.types import CheckFailed
+
+__all__ = ["Writing"]
+
+
+class Writing:
+    """Begun by constructing it, ended by `finish`; every rank does both, in the same order."""
+
+    def __init__(self, sharded: dict[str, Any], folder: Path) -> None:
+        """Plan and copy; the state may change once this returns. `folder` exists and is empty."""
+        self._folder = folder
+        self._error = ""
+        self._sums: dict[str, tuple[int, str]] = {}
+        # else a process for this one queue is spawned on every rank; thread and reader are both in here
+        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+        # 0.19 would hand the write to another package, and has an option to say no
+        options = {"async_strategy": "mcore"} if "async_strategy" in _parameters(dist_checkpointing.save) else {}
+        self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
+        self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """On this rank."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for all ranks' files, then make the folder a whole checkpoint.
+
+        Raises CheckFailed, on every rank, when one of them could not write.
+        """
+        self._thread.join()
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, self._error)
+        if any(errors):
+            rank = next(rank for rank, error in enumerate(errors) if error)
+            raise CheckFailed(f"checkpoint {self._folder} was not written: rank {rank}: {errors[rank]}")
+        for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
+            finalize()
+        gathered: list[dict[str, tuple[int, str]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, self._sums)
+        if dist.get_rank() == 0:
+            everything = {name: told for rank in gathered for name, told in rank.items()}
+            others = [path.name for path in self._folder.iterdir() if path.name not in everything]
+            files.write_manifest(self._folder, everything | files.sums(self._folder, others))
+        dist.barrier()
+
+    def _write(self) -> None:
+        try:
+            results = {}
+            for index, bucket in enumerate(self._buckets):
+                results[index] = self._write_file(index, bucket)
+                self._sums |= files.sums(self._folder, [bucket[1]])
+            if self._buckets:
+                self._request.async_fn_args[2].put(results)
+        except Exception as error:  # noqa: BLE001 (a thread's border: `finish` raises it where somebody listens)
+            self._error = f"{type(error).__name__}: {error}"
+        self._buckets = []
+
+    def _write_file(self, index: int, bucket: Any) -> Any:
+        transforms, *_ = self._request.async_fn.args
+        told: queue.Queue[Any] = queue.Queue()
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, told, counted, True)
+        _, result = told.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def _host_copy(buckets: list[Any]) -> list[Any]:
+    """Buckets are (path, name, (objects, tensors)); on a CPU too the state goes on changing, so it is copied."""
+    copied = []
+    for path, name, (objects, tensors) in buckets:
+        copied.append((path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])))
+    return copied
+
+
+def _parameters(function: Any) -> Any:
+    return inspect.signature(function).parameters

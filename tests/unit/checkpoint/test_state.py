@@ -1,0 +1,199 @@
+"""Checkpoints of a real actor, one rank: whole or skipped, taken while the state moves on, everything restored."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
+from actor_cases import random_batch
+
+from megarl.actor.actor import Actor
+from megarl.algorithms.objective import supervised
+from megarl.checkpoint import files
+from megarl.checkpoint.state import Checkpoints
+from megarl.config.model import read_model
+from megarl.config.schema import Config, Create
+from megarl.data.packing import plan_microbatches
+from megarl.launch.create import create_model
+from megarl.layout import Layout
+from megarl.types import CheckFailed, ObjectiveState
+
+SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")
+TRAIN = {"dtype": "bf16", "lr": 1e-2, "prompts_per_step": 4, "steps": 8, "schedule": "linear"}
+ALGORITHM = {"advantage": "none", "loss": "sft", "aggregation": "token-mean"}
+
+
+class Cursor:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Job:
+    """An actor that learns a step at a time, its cursor and its checkpoints, as a process that starts anew has them."""
+
+    def __init__(self, folder: Path, **options) -> None:
+        config = Config.model_validate({"stage": "sft", "train": TRAIN, "algorithm": ALGORITHM})
+        layout = Layout.of(config.parallel.sizes, 1, 0)
+        model = create_model(SMALL, folder / "models")
+        self.actor = Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
+        self.cursor, self.said = Cursor(), []
+        self.state, self.folder = ObjectiveState(0.0), folder / "checkpoints"
+        given = {"every": 1, "keep": 3, "last_step": 100, "say": self.said.append, **options}
+        self.checkpoints = Checkpoints(self.folder, self.actor, self.cursor, self.state, **given)
+
+    def step(self, number: int) -> None:
+        batch = random_batch(num_rows=4, seed=number)
+        scored = supervised(batch, self.actor.logprobs(batch))
+        self.actor.update(scored, plan_microbatches(scored, self.actor.layout, self.actor.config.train))
+        self.cursor.position += 4
+        self.state = ObjectiveState(kl_coef=number + 0.5, reward_stats=(number, 0.25, 3.0))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters, main weights, moments and step counts."""
+        found = {name: p.detach().clone() for name, p in self.actor.parameters_by_name().items()}
+        for part in getattr(self.actor.optimizer, "chained_optimizers", [self.actor.optimizer]):
+            for number, group in enumerate(part.optimizer.param_groups):
+                for order, main in enumerate(group["params"]):
+                    found |= {f"main {number} {order}": main.detach().clone()}
+                    state = part.optimizer.state[main]
+                    found |= {f"{key} {number} {order}": torch.as_tensor(v).clone() for key, v in state.items()}
+        return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, world: None) -> Job:
+    """Two whole checkpoints, and the job that made them."""
+    job = Job(tmp_path_factory.mktemp("saved"))
+    for step in (1, 2):
+        job.step(step)
+        job.checkpoints.maybe_save(step, job.state)
+    job.checkpoints.finish()
+    return job
+
+
+@contextmanager
+def damaged(job: Job, *steps: int) -> Iterator[list[Path]]:
+    """Its folders of these steps; afterwards as they were."""
+    folders = [job.folder / f"step_{step}" for step in steps]
+    for folder in folders:
+        shutil.copytree(folder, folder.with_name(f"kept_{folder.name}"))
+    job.said.clear()
+    yield folders
+    for folder in folders:
+        shutil.rmtree(folder)
+        folder.with_name(f"kept_{folder.name}").rename(folder)
+
+
+def draws() -> list[float]:
+    return [random.random(), np.random.rand(), float(torch.rand(()))]
+
+
+def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> None:
+    """The second step runs while the first is being written; what is saved is the first."""
+    job = Job(tmp_path)
+    job.step(1)
+    kept = job.weights()
+    job.checkpoints.maybe_save(1, job.state)
+    expected = draws()
+    job.step(2)
+    job.checkpoints.finish()
+    assert any(not torch.equal(kept[name], value) for name, value in job.weights().items())
+
+    again = Job(tmp_path)
+    assert again.checkpoints.restore("auto") == (1, ObjectiveState(1.5, (1, 0.25, 3.0)))
+    found = again.weights()
+    assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
+    assert again.cursor.position == 4 and again.actor.scheduler.step == 1
+    assert draws() == expected
+    again.step(2)
+    assert all(torch.equal(again.weights()[name], value) for name, value in job.weights().items())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_names_come_last_and_only_the_newest_stay(tmp_path: Path, asynchronous: bool) -> None:
+    job = Job(tmp_path, keep=2, asynchronous=asynchronous)
+    folder = tmp_path / "checkpoints"
+    (folder / ".step_9.part").mkdir(parents=True)  # left by a run that was killed
+    job.checkpoints.restore("auto")
+    assert not (folder / ".step_9.part").exists()
+    for step in (1, 2, 3):
+        job.step(step)
+        job.checkpoints.maybe_save(step, job.state)
+        newest = {1: [1], 2: [1, 2], 3: [2, 3]}[step]
+        assert files.steps(folder) == (newest if not asynchronous else {1: [], 2: [1], 3: [1, 2]}[step])
+    job.checkpoints.finish()
+    assert files.steps(folder) == [2, 3] and (folder / "latest").read_text() == '"step_3"\n'
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_skipped_by_name(saved: Job, name: str) -> None:
+    for damage in (cut, flip, Path.unlink):
+        with damaged(saved, 2) as (newest,):
+            damage(newest / name)
+            assert saved.checkpoints.restore("auto")[0] == 1
+            assert len(saved.said) == 1 and "step_2 is skipped" in saved.said[0]
+            # a manifest with one bit flipped is still one, and blames the file that this bit was about
+            assert name in saved.said[0] or (name, damage) == ("manifest.json", flip)
+            with pytest.raises(ValueError, match=r"step_2 is no whole checkpoint: .*; name another"):
+                saved.checkpoints.restore(str(newest))
+    assert saved.checkpoints.restore("auto")[0] == 2
+
+
+def test_nothing_whole_is_said_and_not_started_over(saved: Job) -> None:
+    with damaged(saved, 1, 2) as folders:
+        for folder in folders:
+            flip(folder / "common.pt")
+        with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*step_2: common.pt.*step_1: common.pt"):
+            saved.checkpoints.restore("auto")
+        assert saved.checkpoints.restore("never")[0] == 0
+
+
+def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
+
+    def full(folder: Path, names: list[str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "sums", full)
+        job.step(1)
+        job.checkpoints.maybe_save(1, job.state)
+        with pytest.raises(CheckFailed, match=r"step_1.* was not written: rank 0: OSError: .*No space left"):
+            job.checkpoints.finish()
+    assert files.steps(tmp_path / "checkpoints") == []
+    job.checkpoints.save()  # what a refused run does last: now there is room
+    job.checkpoints.finish()
+    assert files.steps(tmp_path / "checkpoints") == [1]
