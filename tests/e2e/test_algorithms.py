@@ -56,7 +56,6 @@ def draw(curves: dict[str, list[float]], seconds: dict[str, float], folder: Path
     for name in LEARNING:
         axes.plot(curves[name], label=f"{name} ({seconds[name]:.0f} s)", linewidth=1.6)
     axes.set(xlabel="step", ylabel="share of even tokens", ylim=(0.4, 1.02), title="Two CPU cores, a random model")
-    axes.axhline(0.5, color="0.7", linewidth=0.8, linestyle="--")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(folder / "learning.png", dpi=130)
