@@ -9,6 +9,7 @@ transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.model import ModelShape, read_model
@@ -31,20 +33,39 @@ from megarl.weights.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SIGMOID_ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,  # which vLLM asks for
+}  # fmt: skip
+LATENT = {  # vLLM's CPU kernel takes a latent of 512 + 64
+    "num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 48,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 4, "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
+GLM = {
+    "num_key_value_heads": 2, "head_dim": 32, "use_qk_norm": True, "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 CONFIGS = {
     "qwen3": (transformers.Qwen3Config, TIED | {"vocab_size": 67, "num_key_value_heads": 2}),
     "qwen3_untied_kv1": (transformers.Qwen3Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 1}),
     "qwen2": (transformers.Qwen2Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 2}),
     "llama": (transformers.LlamaConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 4}),
+    "mixtral": (transformers.MixtralConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "deepseek_v3": (transformers.DeepseekV3Config, UNTIED | LATENT | SIGMOID_ROUTED | {"vocab_size": 67}),
+    "glm4_moe": (transformers.Glm4MoeConfig, UNTIED | SIGMOID_ROUTED | GLM | {"vocab_size": 70}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2}),
 }
 SIZES = {
     "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1,
 }  # fmt: skip
-TP2, PP2, TP2_PP2, EP2 = (
-    Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, pipeline=2), Parallel(expert=2)
-)  # fmt: skip
+TP2, PP2, EP2 = Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)
+TP2_PP2, PP2_VPP2 = Parallel(tensor=2, pipeline=2), Parallel(pipeline=2, virtual_pipeline=2)
 
 
 @dataclass(frozen=True)
@@ -55,26 +76,28 @@ class Request:
     temperature: float
 
 
-def layouts(name: str, world: int) -> list[Parallel]:
-    found = [Parallel()]
+def layouts(shape: ModelShape, world: int) -> list[Parallel]:
+    """The trainer's, one after another."""
+    found, splits = [Parallel()], shape.kv_heads > 1
     if world > 1:
-        found += [PP2] if name.endswith("kv1") else [TP2, PP2]
-    if world > 2 and not name.endswith("kv1"):
+        found += [TP2, PP2] if splits else [PP2]
+        found += [PP2_VPP2] if shape.layers >= 4 else []
+        found += [EP2] if shape.is_moe else []
+    if world > 2 and splits:
         found += [TP2_PP2]
-    if "moe" in name and world > 1:
-        found += [EP2] + ([Parallel(tensor=2, expert=2), Parallel(pipeline=2, expert=2)] if world > 2 else [])
+        found += [Parallel(tensor=2, expert=2), Parallel(pipeline=2, expert=2)] if shape.is_moe else []
     return found
 
 
 class Reference:
-    """The model's weights under HF names, and what transformers makes of them."""
+    """The model's weights under HF names, and what transformers makes of a checkpoint that holds them."""
 
-    def __init__(self, folder: Path, name: str, shape: ModelShape) -> None:
-        kind, config = CONFIGS[name]
-        torch.manual_seed(0)
-        self.model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES | config)).float().eval()
+    def __init__(self, home: Path, shape: ModelShape) -> None:
         self.shapes = hf_shapes(shape)
         self.weights: dict[str, Tensor] = {}
+        self._folder = home / f"reference_{dist.get_rank()}"
+        self._folder.mkdir()
+        shutil.copy(home / "config.json", self._folder)
         self.change(0)
 
     def change(self, seed: int) -> None:
@@ -83,21 +106,12 @@ class Reference:
         for name, size in self.shapes.items():
             noise = torch.randn(size, generator=generator)
             self.weights[name] = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
-        state = self.model.state_dict()
-        for name, tensor in state.items():
-            tensor.copy_(self._of(name))
-
-    def _of(self, name: str) -> Tensor:
-        if name in self.weights:
-            return self.weights[name]
-        if name == "lm_head.weight":
-            return self.weights["model.embed_tokens.weight"]
-        head, _, leaf = name.rpartition(".")  # transformers keeps a layer's experts in one tensor
-        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-        count = len({n.split(".experts.")[1].split(".")[0] for n in self.weights if n.startswith(f"{head}.")})
-        return torch.stack(
-            [torch.cat([self.weights[f"{head}.{e}.{part}.weight"] for part in parts]) for e in range(count)]
+        save_file(self.weights, self._folder / "model.safetensors", metadata={"format": "pt"})
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype=torch.float32, output_loading_info=True
         )
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        self.model = model.eval()
 
     @torch.no_grad()
     def logprobs(self, tokens_NL: Tensor, temperature: float = 1.0) -> Tensor:
@@ -151,7 +165,7 @@ class Launch:
             model.config.save_pretrained(home)
         dist.barrier()
         self.shape = read_model(home)
-        self.reference = Reference(home, name, self.shape)
+        self.reference = Reference(home, self.shape)
         spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
@@ -202,7 +216,7 @@ def syncs(launch: Launch) -> dict:
     seen: dict = {"errors": {}, "tokens": {}, "bytes": {}}
     seen["before"] = refused(lambda: launch.sample(0))
     version, publisher = 0, None
-    for parallel in layouts(launch.name, launch.world):
+    for parallel in layouts(launch.shape, launch.world):
         launch.reference.change(version + 1)
         publisher = launch.connect(parallel)
         report = publisher.publish(version=version)
