@@ -28,7 +28,7 @@ from megarl.types import CheckFailed
 
 __all__ = ["Converted", "convert"]
 
-AHEAD = 2  # units that are read before they are written
+AHEAD = 1  # units that are read before they are written
 READERS = 2  # of the finished target, each with a handle of its own
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code, as they came
 RECORDS, REPORT = ".records", "convert.json"

@@ -25,7 +25,7 @@ from megarl.checkpoint.torch_dist import Chunk, Reader, finish, write_chunk
 
 __all__ = ["File", "HfSource", "HfTarget", "MegatronSource", "MegatronTarget", "Source", "Target"]
 
-GROUP_BYTES = 16 << 20  # of a parameter that is in memory at once
+GROUP_BYTES = 4 << 20  # of a parameter that is in memory at once
 
 
 class Source(Protocol):

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 __all__ = ["Chunk", "Reader", "Slot", "finish", "is_checkpoint", "load_weights", "slots_of", "write_chunk"]
 
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

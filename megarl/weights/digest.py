@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 __all__ = ["digest", "placed"]
 
 BLOCK = 1 << 14  # words
-STRIP = {"cpu": 8, "cuda": 512}  # blocks whose widened words exist at once: 1 MiB stays in a core's cache
+STRIP = {"cpu": 4, "cuda": 512}  # blocks whose widened words exist at once: 512 KiB stay in a core's cache
 
 
 def digest(flat: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def digest(flat: Tensor) -> Tensor:
     inner = _weights(BLOCK, 0, flat.device)
     parts = (*data[:whole].split(4 * BLOCK * STRIP[flat.device.type]), tail)
     strips = [part.view(torch.int32).view(-1, BLOCK) for part in parts]
-    sums = torch.cat([(strip.to(torch.int64) * inner).sum(1) for strip in strips])
+    sums = torch.cat([_dot(strip, inner) for strip in strips])
     halves = sums.view(torch.int32).to(torch.int64)  # [2 x blocks]
     outer = _weights(1 << max(1, halves.numel() - 1).bit_length(), 1, flat.device)[: halves.numel()]
     return (halves * outer).sum() + data.numel()
@@ -61,8 +61,14 @@ def placed(part: Tensor, start: Sequence[int]) -> Tensor:
         rows = (rows[:, None] * _weights_at(at, size, axis + 1, part.device)).flatten()  # [rows so far]
     step = max(1, STRIP[part.device.type] * BLOCK // words.shape[1])
     for lines, weight in zip(words.split(step), rows.split(step), strict=True):
-        total += ((lines.to(torch.int64) * columns).sum(1) * weight).sum()
+        total += (_dot(lines, columns) * weight).sum()
     return total
+
+
+def _dot(words: Tensor, weights: Tensor) -> Tensor:
+    """[n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
+    wide = words.to(torch.int64)
+    return wide @ weights if wide.device.type == "cpu" else (wide * weights).sum(1)  # CUDA has no product of int64
 
 
 def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
