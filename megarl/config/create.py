@@ -31,7 +31,12 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
+SIGMOID = ("deepseek_v3", "glm4_moe")  # routers; these families begin with a layer without experts
+MOE = ("qwen3_moe", "mixtral", *SIGMOID)
 
 
 def characters(create: Create) -> tuple[str, ...]:
@@ -69,17 +74,48 @@ def hf_config(create: Create) -> dict[str, Any]:
         "dtype": "float32",
         "use_cache": True,
     }
-    if create.experts:
-        values |= {
+    return values | (_experts(create) if create.experts else {})
+
+
+def _experts(create: Create) -> dict[str, Any]:
+    width = create.moe_intermediate or create.hidden
+    chosen = {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
+    if create.family == "mixtral":
+        return chosen | {"num_local_experts": create.experts, "intermediate_size": width, "sliding_window": None}
+    chosen["moe_intermediate_size"] = width
+    if create.family not in SIGMOID:
+        return chosen | {
             "num_experts": create.experts,
-            "num_experts_per_tok": create.experts_per_token,
-            "moe_intermediate_size": create.moe_intermediate or create.hidden,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
         }
-    return values
+    chosen |= {
+        "n_routed_experts": create.experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",  # vLLM reads a correction bias with this method only
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    if create.family == "glm4_moe":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        return chosen | {"attention_bias": True, "use_qk_norm": True, "rope_parameters": rope}
+    return chosen | {
+        "num_key_value_heads": create.heads,
+        "q_lora_rank": create.hidden // 2,
+        "kv_lora_rank": 512,  # with the next, the one size vLLM's latent attention takes on a CPU
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": _head_dim(create),
+        "v_head_dim": _head_dim(create),
+        "head_dim": 64,
+        "rope_interleave": True,
+    }
 
 
 def generation_config() -> dict[str, Any]:
@@ -103,14 +139,16 @@ def _check_sizes(create: Create) -> None:
         raise ValueError(
             f"model.create: heads={create.heads} is not divisible by kv_heads={create.kv_heads}; change one"
         )
-    is_moe = create.family == "qwen3_moe"
+    is_moe = create.family in MOE
     if is_moe != (create.experts > 0):
-        remedy = "give model.create.experts" if is_moe else "set family: qwen3_moe, or experts: 0"
+        remedy = "give model.create.experts" if is_moe else f"set family to one of {', '.join(MOE)}, or experts: 0"
         raise ValueError(f"model.create: family={create.family} with experts={create.experts}; {remedy}")
     if is_moe and create.experts_per_token > create.experts:
         raise ValueError(
             f"model.create: experts_per_token={create.experts_per_token} exceeds experts={create.experts}; lower it"
         )
+    if create.family in SIGMOID and create.layers < 2:
+        raise ValueError(f"model.create: family={create.family} begins with a layer without experts; give layers: 2")
     least = len(SPECIAL) + len(create.phrases) + 1
     if create.vocab is not None and create.vocab < least:
         raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")

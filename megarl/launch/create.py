@@ -85,7 +85,7 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
     for name, size in sorted(hf_shapes(parse_model(values, "model.create")).items()):
         if name.endswith("norm.weight"):
             tensors[name] = np.ones(size, np.float32)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             tensors[name] = (0.02 * random.standard_normal(size)).astype(np.float32)
         else:
             # the embedding's fan-in as an output head is its last axis, as for every other matrix
