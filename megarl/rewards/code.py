@@ -9,6 +9,7 @@ top. What is not its fault leaves the sample out: `sandbox`, `bad_tests`, `not_r
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from megarl.rewards.outcome import Case, Verdict, options_of
 from megarl.rewards.sandbox import Limits, Run, missing_limits, run_calls, run_program, told
 
 __all__ = ["Code", "CodeOptions", "extract_code", "make_code"]
+
+log = logging.getLogger(__name__)
 
 
 class CodeOptions(Section):
@@ -47,6 +50,8 @@ def make_code(reward: Reward) -> Code:
             "kernel >= 5.13 with Landlock and seccomp (in a container: allow landlock_create_ruleset), or set "
             "options.sandbox: best_effort where nothing else is on the machine"
         )
+    if missing:
+        log.warning("rewards: name='code' runs generated code that this machine cannot limit: %s", _list(missing))
     limits = Limits(
         time_s=options.time_s,
         memory_bytes=options.memory_mb << 20,
@@ -54,7 +59,7 @@ def make_code(reward: Reward) -> Code:
         output_bytes=options.output_kb << 10,
         strict=options.sandbox == "strict",
     )
-    return Code(options, limits, _list(missing))
+    return Code(options, limits)
 
 
 def _list(missing: dict[str, str]) -> str:
@@ -78,7 +83,6 @@ class Code:
 
     options: CodeOptions
     limits: Limits
-    unlimited: str  # what best_effort cannot enforce here, for the log
 
     @property
     def total_s(self) -> float:
@@ -100,10 +104,10 @@ class Code:
         raw = case.extra.get(self.options.tests, case.answer)
         name = case.extra.get("fn_name") or case.extra.get("entry_point")
         try:
-            tests = read_tests(raw, source=source, name=name)
+            tests = read_tests(raw, name)
         except ValueError as error:
             return Verdict(None, "bad_tests", f"the problem's tests ({self.options.tests}) cannot be read: {error}")
-        if not source:
+        if not source.strip():
             return Verdict(0.0, "no_code", "the response holds no code")
         kinds = self._kinds(source, tests, deadline)
         first = next((kind for kind in kinds if kind), "")

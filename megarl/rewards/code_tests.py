@@ -12,9 +12,9 @@ say. What is no simple assertion (a loop, a try) runs beside the code and passes
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +50,8 @@ class CallTest:
     right: Callable[[Sequence[Any]], bool]
 
 
-def read_tests(raw: Any, *, source: str, name: str | None = None) -> list[ProgramTest | CallTest]:
-    """`source` is the code they will be run on; `name` the function they call, where the tests do not say.
+def read_tests(raw: Any, name: str | None = None) -> list[ProgramTest | CallTest]:
+    """`name` is the function they call, where the tests do not say.
 
     Raises ValueError for what is no test.
     """
@@ -67,7 +67,7 @@ def read_tests(raw: Any, *, source: str, name: str | None = None) -> list[Progra
             raise ValueError("inputs and outputs are not lists of one length")
         tests = [_pair(given, expected, name) for given, expected in zip(inputs, outputs, strict=True)]
     elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes):
-        tests = [test for item in raw for test in _one(item, source, name)]
+        tests = [test for item in raw for test in _one(item, name)]
     else:
         raise ValueError(f"{type(raw).__name__} {str(raw)[:60]!r}")
     if not tests:
@@ -75,9 +75,9 @@ def read_tests(raw: Any, *, source: str, name: str | None = None) -> list[Progra
     return tests
 
 
-def _one(item: Any, source: str, name: str | None) -> list[ProgramTest | CallTest]:
+def _one(item: Any, name: str | None) -> list[ProgramTest | CallTest]:
     if isinstance(item, str):
-        return list(_assertions(item, source, name))
+        return _assertions(item, name)
     if isinstance(item, Mapping) and "input" in item and "output" in item:
         called = item.get("fn_name") or (name if item.get("testtype") == "functional" else None)
         if item.get("testtype") == "functional" and not called:
@@ -173,17 +173,16 @@ def _close(found: float, expected: float) -> bool:
 # --- assertions ---------------------------------------------------------------------------------------------------
 
 
-def _assertions(text: str, source: str, name: str | None) -> list[CallTest]:
+def _assertions(text: str, name: str | None) -> list[CallTest]:
     """One test of each assertion, with what stands before it; and one of what stands after the last."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{error} in {text[:60]!r}") from None
-    trusted = {word: function for word, function in TRUSTED.items() if word not in _redefined(source)}
     tests, setup = [], []
     for statement in _flat(body, name):
         if isinstance(statement, ast.Assert):
-            request, right = _assertion(statement.test, trusted)
+            request, right = _assertion(statement.test)
             tests.append(CallTest((*setup, *request), _after(len(setup), right)))
             setup = []
         else:
@@ -229,14 +228,6 @@ def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None
     return None
 
 
-def _redefined(source: str) -> set[str]:
-    """Trusted words the code gives a meaning of its own: its `sorted` must not be taken for ours. By pattern: to parse
-    what a model wrote can bring the interpreter down."""
-    words = "|".join(TRUSTED)
-    pairs = re.findall(rf"\b(?:def|class|as)\s+({words})\b|\b({words})\s*=(?!=)", source)
-    return {word for pair in pairs for word in pair}
-
-
 class _Asked(ast.NodeTransformer):
     """Puts a name in place of every largest part that is not simple, and remembers the part."""
 
@@ -259,17 +250,18 @@ class _Asked(ast.NodeTransformer):
         return ast.copy_location(ast.Name(f"_asked_{len(self.parts) - 1}", ast.Load()), node)
 
 
-def _assertion(
-    condition: ast.expr, trusted: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
-    asked = _Asked(trusted)
-    decided = ast.Expression(asked.visit(condition))
+def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
+    asked = _Asked(TRUSTED)
+    decided = ast.Expression(asked.visit(copy.deepcopy(condition)))
+    if not asked.parts:  # the function under test is called as one of ours, as in `assert sum([1, 2]) == 3`
+        asked = _Asked({})
+        decided = ast.Expression(asked.visit(condition))
     program = compile(ast.fix_missing_locations(decided), "assertion", "eval")
 
     def right(values: Sequence[Any]) -> bool:
         names = {f"_asked_{number}": value for number, value in enumerate(values)}
         try:
-            return bool(eval(program, {"__builtins__": {}, **trusted, **names}))
+            return bool(eval(program, {"__builtins__": {}, **TRUSTED, **names}))
         except Exception:  # noqa: BLE001 (None < 1, say: the code's answer is of the wrong kind)
             return False
 

@@ -180,7 +180,7 @@ def take_away(spec: dict[str, Any]) -> dict[str, str]:
 def kind_of(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "memory"
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == 18):  # EXDEV: a link out
         return "forbidden"
     if isinstance(error, OSError) and error.errno in (27, 28):  # EFBIG, ENOSPC
         return "disk"
@@ -289,10 +289,8 @@ def main() -> None:
         return
     kind = run_stdio(source) if spec["mode"] == "stdio" else run_calls(source, requests, report)
     write(report, {"end": kind})
-    try:
-        sys.stdout.flush()
-    finally:
-        os._exit(0)  # whatever threads still run
+    if spec["mode"] == "calls":
+        os._exit(0)  # a program's threads are waited for, as Python does
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
     algorithm: {advantage: grpo_process}
 
 The scorer is a function ``f(prompt, steps, answer, ...) -> one float a step`` or a URL (remote.py). `weight` multiplies
-each step's reward; the sum of the outcome rewards does not contain them. One step without a finite score leaves the
-sample out. Two steps that end inside one token share it: their rewards add up there.
+each step's reward; the sum of the outcome rewards does not contain them (without any, Sample.reward is the weighted
+mean of the steps, and only shown). One step without a finite score leaves the sample out. Two steps that end inside
+one token share it: their rewards add up there.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class Http:
         gate = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, self.timeout_s))
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=dict(self.headers)) as client:
+        verify = self.url.startswith("https:")  # else certificates would be read for nothing
+        client = httpx.AsyncClient(timeout=timeout, limits=limits, headers=dict(self.headers), verify=verify)
+        async with client:
             tasks = [asyncio.create_task(self._one(client, gate, payload)) for payload in payloads]
             _, late = await asyncio.wait(tasks, timeout=self.total_s)
             for task in late:
@@ -209,12 +211,13 @@ def _entries(answer: Any, ids: Sequence[str], url: str) -> dict[str, Any]:
         shape = 'not {"scores": [{"id": ...}, ...]}'
         return dict.fromkeys(ids, Failed("bad_answer", f"{url} answered {str(answer)[:60]!r}, {shape}"))
     known, given = set(ids), [entry["id"] for entry in entries]
-    if unknown := next((name for name in given if not isinstance(name, str) or name not in known), None):
-        return dict.fromkeys(ids, Failed("unknown_id", f"{url} scored {str(unknown)[:60]!r}, which it was not sent"))
+    if unknown := [name for name in given if not isinstance(name, str) or name not in known]:
+        return dict.fromkeys(ids, Failed("unknown_id", f"{url} scored {str(unknown[0])[:60]!r}, which it was not sent"))
     found: dict[str, Any] = {name: Failed("missing_id", f"{url} left out id {name}") for name in ids}
     for entry in entries:
-        again = given.count(entry["id"]) > 1
-        found[entry["id"]] = Failed("duplicate_id", f"{url} scored id {entry['id']} more than once") if again else entry
+        name = entry["id"]
+        first = isinstance(found[name], Failed) and found[name].cause == "missing_id"
+        found[name] = entry if first else Failed("duplicate_id", f"{url} scored id {name} more than once")
     return found
 
 
