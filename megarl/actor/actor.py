@@ -13,9 +13,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megarl.actor.build import build_model, held_tensors, init_parallel, padded_vocab
+from megarl.actor.build import Groups, build_model, held_tensors, init_parallel, padded_vocab
 from megarl.actor.forward import Microbatch, Reading, pack, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
@@ -46,7 +45,7 @@ class Actor:
     config: Config
     shape: ModelShape
     layout: Layout
-    tensor_group: ProcessGroup
+    groups: Groups
     device: torch.device
     model: list[DistributedDataParallel]  # the chunks of this stage
     optimizer: MegatronOptimizer
@@ -61,7 +60,7 @@ class Actor:
         if config.moe.aux_loss:
             raise ValueError(f"moe.aux_loss={config.moe.aux_loss} is not supported yet; set it to 0")
         use_te = device.type == "cuda"
-        tensor_group = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
+        groups = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
         settings = transformer_config(
             shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
         )
@@ -69,9 +68,7 @@ class Actor:
         load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
         chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, config.train)
-        actor = cls(
-            config, shape, layout, tensor_group, device, chunks, optimizer, LrSchedule(config.train), reference=None
-        )
+        actor = cls(config, shape, layout, groups, device, chunks, optimizer, LrSchedule(config.train), reference=None)
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
@@ -147,8 +144,8 @@ class Actor:
 
     @property
     def _holds_outputs(self) -> bool:
-        """One rank of each tensor group of the last stage: together they hold each row once."""
-        return self.layout.pp.last and self.layout.tp.first
+        """One rank of each tensor and context group of the last stage: together they hold each row once."""
+        return self.layout.pp.last and self.layout.tp.first and self.layout.cp.first
 
     def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """This rank's share of the whole batch, for a forward pass."""
@@ -160,10 +157,10 @@ class Actor:
         return [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
 
     def _pack(self, batch: TrainBatch, rows: tuple[int, ...]) -> Microbatch:
-        return pack(batch, rows, multiple=self.layout.tp.size, device=self.device)
+        return pack(batch, rows, tensor=self.layout.tp.size, context=self.layout.cp, device=self.device)
 
     def _reading(self, batch: TrainBatch, *, entropy: bool) -> Reading:
-        return Reading(self.tensor_group, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)
+        return Reading(self.groups, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)
 
     def _score(self, batch: TrainBatch, microbatches: list[Microbatch]) -> Tensor:
         """[T] fp32 on the CPU of every rank: each writes its rows into zeros, one all-reduce puts them together."""

@@ -1,6 +1,6 @@
 """ModelShape and parallel sizes -> Megatron's process groups and GPTModel.
 
-    init_parallel(sizes, layout)        -> the tensor group    the only place that touches parallel_state
+    init_parallel(sizes, layout)        -> Groups              the only place that touches parallel_state
     build_model(shape, layout, config)  -> GPTModel, ...       a chunk of the pipeline each; hidden states, not logits
 
 The output layer keeps its weight but hands hidden states through: actor/logprobs.py makes log-probs from
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel, stage_layers
 
 __all__ = [
+    "Groups",
     "build_model",
     "destroy_parallel",
     "expert_parameters",
@@ -44,13 +46,19 @@ def padded_vocab(vocab: int, tensor: int) -> int:
     return math.ceil(vocab / multiple) * multiple
 
 
-def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> ProcessGroup:
-    """Make Megatron's process groups for these sizes and return the tensor one; a previous set is destroyed first.
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The ranks that share this rank's work along one axis."""
 
-    torch.distributed must be initialised. Raises ValueError for axes that are not supported yet.
+    tensor: ProcessGroup
+    context: ProcessGroup
+
+
+def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
+    """Make Megatron's process groups for these sizes; a previous set is destroyed first.
+
+    torch.distributed must be initialised.
     """
-    if sizes.context > 1:
-        raise ValueError(f"parallel.context={sizes.context} is not supported yet; set it to 1")
     destroy_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
@@ -65,9 +73,9 @@ def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> ProcessG
     _assert_agrees(layout)
     # Megatron's layers enter a named random state even where nothing is drawn.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    group = parallel_state.get_tensor_model_parallel_group()
-    assert isinstance(group, ProcessGroup)
-    return group
+    tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
+    return Groups(tensor, context)
 
 
 def destroy_parallel() -> None:

@@ -24,6 +24,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from megarl.actor.context import attend
+
 __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "block_spec"]
 
 
@@ -49,9 +51,12 @@ class PackedAttention(torch.nn.Module):
     causality alone keeps it out, and the padding at most doubles the tokens.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_unused: Any
+    ) -> None:
         super().__init__()
         self.scale = softmax_scale  # None: 1 / sqrt(D)
+        self.context = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
 
     def forward(
         self,
@@ -65,6 +70,9 @@ class PackedAttention(torch.nn.Module):
         **_unused: Any,
     ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
+        if self.context is not None:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            return attend(query, key, value, lengths, self.context, self.scale)
         parts, places = [], []
         for rows_RL, is_token_RL in _like_lengths(packed_seq_params.cu_seqlens_q.tolist()):
             index = rows_RL.flatten().to(query.device)

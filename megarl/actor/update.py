@@ -13,6 +13,7 @@ from megarl.actor.forward import Microbatch, pack
 from megarl.actor.logprobs import TokenOutputs
 from megarl.algorithms.objective import LossInputs, token_losses
 from megarl.config.schema import Algorithm
+from megarl.layout import Axis
 from megarl.types import ScoredBatch
 
 __all__ = ["UpdateLoss", "global_sums"]
@@ -33,7 +34,7 @@ class UpdateLoss:
     sums: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
 
     def __post_init__(self) -> None:
-        nothing = pack(self.batch, (), multiple=1, device=self.device)
+        nothing = pack(self.batch, (), tensor=1, context=Axis(1), device=self.device)
         zeros = torch.zeros(0, device=self.device)
         self(nothing, TokenOutputs(zeros, zeros))
 

@@ -31,7 +31,7 @@ from megarl.config.schema import Algorithm, Config
 from megarl.layout import Layout, smallest_world
 from megarl.platform.env import Env, count_gpus
 
-__all__ = ["Job", "check_config", "model_shape"]
+__all__ = ["Job", "check_config", "check_model", "model_shape"]
 
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
@@ -59,7 +59,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     shape = model_shape(config)
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
-    _check_model(config, shape)
+    check_model(config, shape)
     if samples and not gpus:
         _check_cpu_engine(shape)
     _check_world(config, world, env)
@@ -102,7 +102,8 @@ def _check_not_yet(config: Config) -> None:
     """Settings the schema reserves whose machinery is not in this version: refused rather than ignored."""
     reserved = (
         ("launch.topology", config.launch.topology, "colocated"),
-        ("parallel.context", config.parallel.context, 1),
+        ("rollout.expert", config.rollout.expert, 1),
+        ("rollout.replicas", config.rollout.replicas, None),
         ("rollout.max_staleness", config.rollout.max_staleness, 0),
         ("moe.aux_loss", config.moe.aux_loss, 0.0),
         ("moe.dispatcher", config.moe.dispatcher, "alltoall"),
@@ -132,7 +133,8 @@ def _divides(name: str, size: int, by: str, count: int) -> None:
         )
 
 
-def _check_model(config: Config, shape: ModelShape) -> None:
+def check_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against those of the layouts."""
     sizes, engine = config.parallel, config.rollout.tensor
     _divides("heads", shape.heads, "parallel.tensor", sizes.tensor)
     _divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
@@ -146,7 +148,7 @@ def _check_model(config: Config, shape: ModelShape) -> None:
     if shape.is_moe:
         _divides("experts", shape.experts, "parallel.expert", sizes.expert)
         _divides("moe_intermediate", shape.moe_intermediate, "parallel.expert_tensor", sizes.expert_tensor)
-        _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", engine)
+        _check_engine_experts(config, shape)
         _divides("shared experts' intermediate", shape.shared_intermediate, "parallel.tensor", sizes.tensor)
         _divides("shared experts' intermediate", shape.shared_intermediate, "rollout.tensor", engine)
         _check_router(shape)
@@ -154,9 +156,24 @@ def _check_model(config: Config, shape: ModelShape) -> None:
         for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor)):
             if size > 1:
                 raise ValueError(f"parallel.{key}={size}, but the model ({shape.family}) has no experts; set it to 1")
+        if config.rollout.expert > 1:
+            raise ValueError(f"rollout.expert={config.rollout.expert}, but {shape.family} has no experts; set it to 1")
     if shape.dense_layers or not shape.is_moe:
         _divides("intermediate", shape.intermediate, "parallel.tensor", sizes.tensor)
         _divides("intermediate", shape.intermediate, "rollout.tensor", engine)
+
+
+def _check_engine_experts(config: Config, shape: ModelShape) -> None:
+    tensor, expert = config.rollout.tensor, config.rollout.expert
+    if expert == 1:
+        _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", tensor)
+        return
+    _divides("experts", shape.experts, "rollout.expert", expert)
+    if expert % tensor:
+        raise ValueError(
+            f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM spreads experts over all "
+            f"ranks of a replica; use {-(-expert // tensor) * tensor}, or 1"
+        )
 
 
 def _check_stages(shape: ModelShape, pipeline: int, virtual: int) -> None:

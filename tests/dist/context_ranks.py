@@ -1,0 +1,212 @@
+"""One job of gloo ranks that takes one update in many layouts; rank 0 writes losses and gradients' differences as JSON.
+
+python context_ranks.py RESULTS.json WORLD [CHECK ...]      (one launch for all of test_context.py that this world holds)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from actor_cases import load_model, oracle_logprobs, random_batch, save_model
+from torch import Tensor
+
+from megarl.actor import actor as actor_module
+from megarl.actor.actor import Actor
+from megarl.algorithms.objective import add_advantages, initial_state
+from megarl.config.model import read_model
+from megarl.config.schema import Config
+from megarl.data.packing import plan_microbatches
+from megarl.layout import Layout
+from megarl.types import LogProbs, ScoredBatch, TrainBatch
+
+DENSE: dict[int, list[dict[str, int]]] = {
+    4: [
+        {},
+        {"tensor": 2},
+        {"pipeline": 2},
+        {"context": 2},
+        {"context": 4},
+        {"tensor": 2, "context": 2},
+        {"pipeline": 2, "context": 2},
+    ],
+}
+TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
+
+
+def config_of(parallel: dict[str, int], **sections: Any) -> Config:
+    train = TRAIN | sections.pop("train", {})
+    return Config.model_validate({"parallel": parallel, "train": train, **sections})
+
+
+class Bench:
+    """Builds actors of the saved models, and keeps the gradients of each update."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.folder, self.world = folder, world
+
+    def path(self, model: str) -> Path:
+        if dist.get_rank() == 0 and not (self.folder / model).exists():
+            save_model(model, self.folder)
+        dist.barrier()
+        return self.folder / model
+
+    def actor(self, model: str, config: Config) -> Actor:
+        path = self.path(model)
+        layout = Layout.of(config.parallel.sizes, self.world, dist.get_rank())
+        return Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+
+
+def score(batch: TrainBatch, config: Config, logprobs: Tensor) -> ScoredBatch:
+    """Old log-probs a little off those of the policy, so that ratios and clips act."""
+    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1)) * 0.15
+    old = LogProbs(logprobs + noise * batch.mask, logprobs if config.algorithm.needs_reference else None)
+    return add_advantages(batch, old, config.algorithm, initial_state(config.algorithm))[0]
+
+
+def whole_gradients(actor: Actor) -> dict[str, Tensor]:
+    """HF name -> its gradient, on rank 0; where ranks hold copies they must agree."""
+    for chunk in actor.model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:  # reduced, but only this rank's part of it
+                group = buffer.data_parallel_group
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)  # into the bucket itself
+    gradients = {}
+    for number, chunk in enumerate(actor.model):
+        prefix = f"chunk{number}." if len(actor.model) > 1 else ""
+        gradients |= {prefix + name: p.main_grad for name, p in chunk.module.named_parameters()}
+    mine = []
+    for box in actor.boxes_of_ranks()[actor.layout.rank]:
+        if box.param in gradients:
+            part = gradients[box.param]
+            mine.append(
+                (box.name, box.start, part.as_strided(box.shape, box.strides, box.offset + part.storage_offset()))
+            )
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [(name, start, part.clone()) for name, start, part in mine])
+    return _assembled([item for rank in everywhere for item in rank])
+
+
+def _assembled(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    ends: dict[str, list[int]] = {}
+    for name, start, part in parts:
+        end = [a + b for a, b in zip(start, part.shape, strict=True)]
+        ends[name] = [max(pair) for pair in zip(end, ends.get(name, end), strict=True)]
+    whole = {name: torch.full(end, torch.nan) for name, end in ends.items()}
+    for name, start, part in parts:
+        view = whole[name][tuple(slice(a, a + b) for a, b in zip(start, part.shape, strict=True))]
+        if not view.isnan().any():
+            assert torch.allclose(view, part, rtol=1e-4, atol=1e-6), f"replicas of the gradient of {name} differ"
+        view.copy_(part)
+    return whole
+
+
+def update(actor: Actor, scored: ScoredBatch) -> dict[str, Any]:
+    """One update: what it reports, and its gradients before clipping."""
+    kept: dict[str, Tensor] = {}
+    step = actor_module.take_step
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept.update(whole_gradients(actor))
+        return step(*args, **kwargs)
+
+    actor_module.take_step = keeping
+    try:
+        plan = plan_microbatches(scored, actor.layout, actor.config.train)
+        report = actor.update(scored, plan).updates[0]
+    finally:
+        actor_module.take_step = step
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "metrics": report.metrics,
+        "gradients": kept,
+        "microbatches": len(plan.rows[0][0]),
+    }
+
+
+def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
+    """Differences from `true`; of a gradient: the largest of an element over the largest of the tensor."""
+    assert found["gradients"].keys() == true["gradients"].keys()
+    worst = {
+        name: float((gradient - true["gradients"][name]).abs().max() / true["gradients"][name].abs().max())
+        for name, gradient in found["gradients"].items()
+    }
+    name = max(worst, key=lambda name: worst[name])
+    return {
+        "loss": [found["loss"], true["loss"]],
+        "grad_norm": [found["grad_norm"], true["grad_norm"]],
+        "gradient": [worst[name], name],
+        "metrics": found["metrics"],
+        "microbatches": found["microbatches"],
+    }
+
+
+def oracle(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> dict[str, Any]:
+    """Plain transformers and autograd in one process: clipped policy loss, mean over tokens."""
+    ratio = (oracle_logprobs(model, scored) - scored.old_logprobs).exp()
+    clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
+    loss_T = torch.maximum(-scored.advantages * ratio, -scored.advantages * clipped)
+    loss = loss_T[scored.mask].double().mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return {"loss": float(loss), "grad_norm": float(norm), "gradients": gradients, "metrics": {}, "microbatches": 1}
+
+
+def check_dense(bench: Bench) -> list[dict[str, Any]]:
+    found, batch = [], random_batch(num_rows=8)
+    logprobs = bench.actor("qwen3", config_of({})).logprobs(batch).old
+    for parallel in DENSE[bench.world]:
+        config = config_of(parallel)
+        actor = bench.actor("qwen3", config)
+        error = float((actor.logprobs(batch).old - logprobs).abs().max())
+        scored = score(batch, config, logprobs)
+        if not found and dist.get_rank() == 0:
+            true = oracle(load_model(bench.folder / "qwen3"), scored, config)
+        one = update(actor, scored)
+        if dist.get_rank() == 0:
+            found.append({"parallel": parallel, "logprob_error": error, **compared(one, true)})
+            print(found[-1], flush=True)
+        else:
+            found.append({})
+    return found
+
+
+CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "dense": check_dense,
+}
+
+
+def work(rank: int, results: str, folder: str, world: int, checks: list[str]) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    bench = Bench(Path(folder), world)
+    found = {}
+    for name in checks:
+        start = perf_counter()
+        found[name] = CHECKS[name](bench)
+        if rank == 0:
+            print(f"{name}: {perf_counter() - start:.1f} s", flush=True)
+    if rank == 0:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        mp.spawn(work, (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:] or list(CHECKS)), int(sys.argv[2]))
