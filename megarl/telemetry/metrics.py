@@ -24,10 +24,14 @@ if TYPE_CHECKING:  # a report is drawn from the file without torch
 __all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "spread_metrics", "update_metrics"]
 
 
-def spread_metrics(groups: Sequence[Group]) -> dict[str, float]:
+OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
+OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
+
+
+def spread_metrics(groups: Sequence[Group]) -> dict[str, float | None]:
     """Of all groups that were generated, before any is filtered: such with equal rewards, such of one sample."""
-    if not groups:
-        return {}
+    if not groups:  # a step without a single sample has the keys of any other
+        return {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
     flat = [len({sample.reward for sample in group.samples}) <= 1 for group in groups]
     return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
 
@@ -64,7 +68,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         return {"updates": 0, "update/skipped": 0}
     names = sorted({name for update in updates for name in update.metrics})
     return {
-        "kl/ref": None,  # no reference; else the objective's own figure, below
+        **dict.fromkeys(OF_UPDATES),  # where there is no reference, or no token
         "loss": fmean(update.loss for update in updates),
         "grad_norm": fmean(update.grad_norm for update in updates),
         "lr": updates[-1].lr,

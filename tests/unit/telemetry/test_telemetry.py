@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
-from megarl.telemetry.metrics import publish_metrics, read_metrics, rollout_metrics, update_metrics
+from megarl.telemetry.metrics import publish_metrics, read_metrics, rollout_metrics, spread_metrics, update_metrics
 from megarl.telemetry.progress import brief
 from megarl.telemetry.report import write_report
 from megarl.telemetry.timeline import Timeline
@@ -70,6 +71,31 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["length/truncated_frac"] == 0.25
     assert metrics["samples/dropped"] == 1
     assert rollout_metrics([]) == {}
+
+
+def test_spread_is_of_all_that_was_generated() -> None:
+    metrics = spread_metrics(groups())
+    assert metrics == {"reward/frac_zero_std": 0.5, "groups/singleton": 0}
+    one = replace(groups()[0], samples=groups()[0].samples[:1])
+    assert spread_metrics([one]) == {"reward/frac_zero_std": 1.0, "groups/singleton": 1}
+    assert spread_metrics([])["reward/frac_zero_std"] is None
+
+
+def test_the_greedy_baseline_is_told_where_there_is_one() -> None:
+    assert "reward/baseline" not in rollout_metrics(groups())
+    assert rollout_metrics([replace(group, baseline=0.25) for group in groups()])["reward/baseline"] == 0.25
+
+
+def test_an_empty_step_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry = opened(tmp_path)
+    with telemetry.step(0):
+        telemetry.record(spread_metrics([]) | {"rollout/empty": 1, "samples/dropped": 8, "rollout/digest": "0"})
+        telemetry.log(0, (), StepReport((UpdateReport(0.0, 0.0, 1e-6, skipped=True),)))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    measured = ("logprob_diff", "weights/", "time/", "kl/rollout", "tokens_per_second", "packing", "reward/accuracy")
+    assert {key for key in DOCUMENTED if not key.startswith(measured)} <= set(line)
+    assert line["reward/mean"] is line["entropy"] is None and line["update/skipped"] == 1
+    telemetry.close()
 
 
 def test_update_metrics_by_hand() -> None:
