@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json)
         if args.command == "convert":
             return _convert(args)
+        if args.command == "plan":
+            return _plan(args, [*args.overrides, *rest])
         return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
@@ -65,11 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train as the config says; results go to runs/<run.name>")
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     evaluate = commands.add_parser("eval", help="accuracy of a model on fresh problems of the config's task")
-    for command in (train, evaluate):
+    plan = commands.add_parser("plan", help="what a weight sync will move, in what time; needs no weights and no GPU")
+    for command in (train, evaluate, plan):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, as configs/quickstart.yaml")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
     report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
+    plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
+    plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
+    plan.add_argument("--bucket-mb", metavar="MB", type=_size, default=512, help="received at once by a GPU (512)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument(
         "source", metavar="SRC", type=Path, help="an HF model, a Megatron checkpoint, or a run's step_<n>"
@@ -95,6 +103,25 @@ def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    import json
+
+    from rich.console import Console
+
+    from megarl.config.load import load_config
+    from megarl.planner.weights import describe_weights, plan_weights
+    from megarl.telemetry.flows import draw_flows
+
+    plan = plan_weights(load_config(args.config, overrides), gpu=args.gpu, bucket_bytes=args.bucket_mb << 20)
+    if args.figure:
+        draw_flows(plan, args.figure)
+    if args.json:
+        print(json.dumps(plan))
+    else:
+        Console().print(describe_weights(plan))
+    return DONE
 
 
 def _convert(args: argparse.Namespace) -> int:

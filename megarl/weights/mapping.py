@@ -22,7 +22,7 @@ from megarl.layout import Axis, Layout, stage_layers
 
 __all__ = [
     "Box", "Cols", "Pairs", "Qkv", "Rows", "Rule", "Stack", "Style", "Table", "Turned", "Whole",
-    "boxes_of", "by_pairs", "shapes_of",
+    "boxes_of", "by_pairs", "of_expert", "shapes_of",
 ]  # fmt: skip
 
 Style = Literal["local", "te"]  # which layer spec built the module: Megatron's local one (CPU) or Transformer Engine's
@@ -275,7 +275,7 @@ def boxes_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fal
             boxes = list(rule.boxes(layout.etp))
             for expert in range(experts):
                 for box in boxes:
-                    at = _of_expert(box, expert, layout.ep.rank * experts + expert, sum(b.numel for b in boxes))
+                    at = of_expert(box, expert, layout.ep.rank * experts + expert, sum(b.numel for b in boxes))
                     name = at.name.format(layer=layer, expert=layout.ep.rank * experts + expert)
                     found.append(replace(at, name=name, param=chunk + at.param.format(layer=here, expert=expert)))
 
@@ -297,7 +297,7 @@ def boxes_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fal
     return found
 
 
-def _of_expert(box: Box, local: int, expert: int, numel: int) -> Box:
+def of_expert(box: Box, local: int, expert: int, numel: int) -> Box:
     """A rule's box for one expert: along the first dim where the tensor holds all experts, behind the others' elements
     (`numel` each) where the parameter does."""
     if "{expert}" not in box.name:

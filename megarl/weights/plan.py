@@ -20,7 +20,7 @@ from math import prod
 
 from megarl.weights.mapping import Box
 
-__all__ = ["Message", "Piece", "Plan", "View", "find_gaps", "make_plan"]
+__all__ = ["Message", "Piece", "Plan", "View", "find_gaps", "intersect", "make_piece", "make_plan"]
 
 Boxes = Sequence[Sequence[Box]]  # [rank] -> what it holds
 
@@ -117,7 +117,7 @@ def make_plan(sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_byte
         for rank, box in wanted:
             found = 0
             for shared in held.get(name, ()):
-                overlap = _intersect(shared.box, box)
+                overlap = intersect(shared.box, box)
                 if overlap is None:
                     continue
                 found += prod(overlap[1])
@@ -125,7 +125,7 @@ def make_plan(sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_byte
                 if source != rank:
                     load[source] += prod(overlap[1])
                 for start, shape in _cut(*overlap, packer.limit):
-                    packer.add(source, rank, _piece(name, start, shape, shared.holders[source], box))
+                    packer.add(source, rank, make_piece(name, start, shape, shared.holders[source], box))
             if found != box.numel:
                 raise ValueError(
                     f"{name}: rank {rank} keeps {box.numel} elements from {box.start} of shape {box.shape}, "
@@ -157,7 +157,7 @@ def _held(sources: Boxes) -> dict[str, list[_Shared]]:
         shared = [_Shared(next(iter(holders.values())), holders) for holders in rectangles.values()]
         for i, one in enumerate(shared):
             for other in shared[i + 1 :]:
-                if _intersect(one.box, other.box) is not None:
+                if intersect(one.box, other.box) is not None:
                     raise ValueError(
                         f"{name}: two source rectangles overlap, {one.box.start}+{one.box.shape} "
                         f"and {other.box.start}+{other.box.shape}"
@@ -175,7 +175,7 @@ def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, Box]]]]:
     yield from by_name.items()
 
 
-def _intersect(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def intersect(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(start, shape) of what both hold."""
     start = tuple(map(max, one.start, other.start))
     shape = tuple(
@@ -194,7 +194,7 @@ def _cut(
         yield (start[0] + first, *start[1:]), (min(rows, shape[0] - first), *shape[1:])
 
 
-def _piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source: Box, destination: Box) -> Piece:
+def make_piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source: Box, destination: Box) -> Piece:
     def view(box: Box) -> View:
         at = sum((s - b) * stride for s, b, stride in zip(start, box.start, box.strides, strict=True))
         return View(box.param, box.offset + at, box.strides)

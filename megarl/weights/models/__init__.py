@@ -9,7 +9,7 @@ from megarl.layout import Layout
 from megarl.weights.mapping import Box, Style, Table, boxes_of, shapes_of
 from megarl.weights.models import deepseek_v3, dense, glm4_moe, gpt_oss, mixtral, qwen3_moe
 
-__all__ = ["TABLES", "fp32_tensors", "hf_shapes", "megatron_boxes", "megatron_table"]
+__all__ = ["TABLES", "fp32_tensors", "hf_shapes", "megatron_boxes", "megatron_table", "padded_vocab"]
 
 TABLES: dict[str, Callable[[ModelShape, Style, int], Table]] = {
     "llama": dense.table,
@@ -27,6 +27,12 @@ assert set(TABLES) == set(FAMILIES), "every family that config.model accepts nee
 
 def megatron_table(shape: ModelShape, *, style: Style, padded_vocab: int) -> Table:
     return TABLES[shape.family](shape, style, padded_vocab)
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Embedding rows over all `tensor` ranks of the trainer: GEMMs like multiples of 8 on each."""
+    multiple = 8 * tensor
+    return -(-vocab // multiple) * multiple
 
 
 def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
