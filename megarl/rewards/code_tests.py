@@ -173,13 +173,14 @@ def _close(found: float, expected: float) -> bool:
 # --- assertions ---------------------------------------------------------------------------------------------------
 
 
-def _assertions(text: str, name: str | None) -> list[CallTest]:
+def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
     """One test of each assertion, with what stands before it; and one of what stands after the last."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{error} in {text[:60]!r}") from None
-    tests, setup = [], []
+    tests: list[ProgramTest | CallTest] = []
+    setup: list[dict[str, Any]] = []
     for statement in _flat(body, name):
         if isinstance(statement, ast.Assert):
             request, right = _assertion(statement.test)

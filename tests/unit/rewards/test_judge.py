@@ -91,7 +91,8 @@ def test_a_judge_that_cannot_be_read(served, answering, answer, cause):
     assert len(served.seen) == 1
 
 
-def test_a_pattern_that_takes_for_ever(served, answering):
+def test_a_pattern_that_takes_for_ever(served, answering, monkeypatch):
+    monkeypatch.setattr("megarl.rewards.judge.REGEX_S", 0.2)
     url = base(served, lambda handler, body: answering(handler, completion("a" * 40 + "b")))
     part = judge(url, parse="regex", pattern=r"(a+)+$")
     assert part([Case("0/0", "p", "r", "a")])[0].cause == "unparsed"

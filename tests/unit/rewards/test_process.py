@@ -46,7 +46,7 @@ def decode(tokens) -> str:
     return BPE.decode(list(tokens), skip_special_tokens=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(texts, splitters)
 def test_joined_steps_are_the_text(text, pattern):
     steps = split_steps(text, pattern)
@@ -54,7 +54,7 @@ def test_joined_steps_are_the_text(text, pattern):
     assert len(steps) <= 1 or all(step.strip() for step in steps)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(texts, splitters)
 def test_a_step_ends_at_the_token_that_completes_its_last_character(text, pattern):
     tokens = [*BPE.encode(text).ids, EOS]
@@ -70,7 +70,7 @@ def test_a_step_ends_at_the_token_that_completes_its_last_character(text, patter
     assert len(set(ends)) == len(ends) or "\n" in text or pattern not in SPLITTERS.values()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, EOS - 1), max_size=30), splitters)
 def test_tokens_that_are_no_text_have_ends_too(tokens, pattern):
     """What a random model writes: bytes that are no UTF-8."""

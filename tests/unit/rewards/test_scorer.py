@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megarl.config.schema import Reward
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
 
 HERE = __name__
@@ -137,12 +140,17 @@ def test_each_cause_is_logged_once(caplog):
     assert "KeyError: 'no such test'" in caplog.text
 
 
-def test_on_another_thread_it_scores_without_an_alarm():
-    scorer, done = scorer_of(lambda response: 1.0), []
-    thread = threading.Thread(target=lambda: done.append(score_one(scorer).reward))
-    thread.start()
-    thread.join()
-    assert done == [1.0]
+def test_limits_hold_on_another_thread_too():
+    """Where no signal arrives; megarl.rewards.limits has the ways."""
+    over, done = threading.Event(), []
+    for function in (lambda response: 1.0, lambda response: over.wait(5)):
+        scorer = scorer_of(function, timeout_s=0.3)
+        thread = threading.Thread(target=lambda scorer=scorer: done.append(score_one(scorer)))
+        thread.start()
+        thread.join()
+    over.set()
+    assert done[0].reward == 1.0
+    assert done[1].extra["dropped"].endswith("/timeout")
 
 
 def test_prompts_are_matched_by_id():
@@ -151,3 +159,92 @@ def test_prompts_are_matched_by_id():
     done = scorer.score(prompts, [sample(3), sample(5), sample(3, 1)])
     assert [s.reward for s in done] == [30.0, 50.0, 30.0]
     assert all(math.isfinite(s.reward) for s in done)
+
+
+def echo(delay_s: float):
+    """A server that waits, then scores each sample by its index."""
+
+    def answer(handler, body):
+        time.sleep(delay_s)
+        scores = [{"id": row["id"], "score": int(row["id"].split("/")[1])} for row in body["samples"]]
+        data = json.dumps({"scores": scores}).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+def slowly(response):
+    time.sleep(0.3)
+    return 1.0
+
+
+def test_servers_are_asked_while_rules_run(served):
+    urls = [served.on(echo(1.0)), served.on(echo(1.0))]
+    setattr(sys.modules[HERE], "_reward", slowly)  # noqa: B010
+    scorer = make_scorer(
+        [Reward(name=urls[0]), Reward(name=f"{HERE}:_reward", weight=10.0), Reward(name=urls[1], weight=100.0)]
+    )
+    start = time.monotonic()
+    done = scorer.score([PROMPT], [sample(index=i) for i in range(3)])
+    assert time.monotonic() - start < 1.0 + 1.0 + 0.8  # less than one after the other, 2.9 s
+    assert [s.reward for s in done] == [10.0, 111.0, 212.0]
+    assert list(done[1].rewards) == [urls[0], f"{HERE}:_reward", urls[1]]  # the config's order
+
+
+class Hangs:
+    """A part that does not keep to its own limit."""
+
+    total_s = 0.2
+
+    def __init__(self, over):
+        self.over = over
+
+    def __call__(self, cases):
+        self.over.wait(10)
+        return []
+
+
+def test_a_part_that_hangs_is_left_and_named(served, caplog):
+    scorer = make_scorer([Reward(name="accuracy")])
+    scorer = replace(scorer, parts=(*scorer.parts, replace(scorer.parts[0], name="stuck", part=Hangs(served.over))))
+    start = time.monotonic()
+    done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
+    assert time.monotonic() - start < 5
+    assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
+    assert "stuck had not scored 2 samples after 0 s" in caplog.text
+
+
+class Breaks(Hangs):
+    def __call__(self, cases):
+        raise RuntimeError("a defect of ours")
+
+
+def test_a_part_that_raises_does_not_end_the_run():
+    scorer = make_scorer([Reward(name="accuracy")])
+    scorer = replace(scorer, parts=(replace(scorer.parts[0], name="broken", part=Breaks(None)),))
+    assert score_one(scorer).extra["dropped"] == "reward/broken/error"
+
+
+def test_causes_reach_the_counts_of_the_step():
+    """Worth 0, each under its own name."""
+    scorer = make_scorer([Reward(name="code", options={"time_s": 1.0})])
+    codes = ["print(17)", "print(18)", "while True: pass", "import socket; socket.socket()", "x = 1 +"]
+    prompt = Prompt(0, (4,), "p", "17", {"tests": {"inputs": [""], "outputs": ["17"]}})
+
+    def generate(requests, version):
+        samples = [sample(request.prompt.prompt_id, request.index, codes[request.index]) for request in requests]
+        return scorer.score([request.prompt for request in requests], samples)
+
+    class One:
+        def take(self, count):
+            return [prompt]
+
+    rollouts = Rollouts(generate, samples_per_prompt=len(codes), temperature=1.0, run_seed=0)
+    groups = rollouts.collect(One(), 1, version=0)
+    assert [s.reward for s in groups[0].samples] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    causes = {name: count for name, count in rollouts.counts.items() if name.startswith("reward/")}
+    assert causes == {f"reward/code/{cause}": 1 for cause in ("wrong_answer", "timeout", "forbidden", "syntax")}
+    assert rollouts.counts["samples/dropped"] == 0
