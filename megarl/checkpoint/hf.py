@@ -39,6 +39,7 @@ def export_hf(
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
     dtype: torch.dtype,
+    fp32: frozenset[str] = frozenset(),  # tensors that are fp32 whatever `dtype` is
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `folder` whole or not at all; all ranks call it. An older folder of that name is replaced.
@@ -51,7 +52,7 @@ def export_hf(
         staging.mkdir(parents=True)
         for pattern in COPIED:
             for file in origin.glob(pattern):
-                if not file.name.endswith(".index.json"):
+                if not file.name.endswith(".index.json") and file.name != "metadata.json":  # a Megatron folder's own
                     shutil.copy(file, staging / file.name)
     transport.gather(None)  # the folder is there
     files = _deal(shapes, file_bytes // dtype.itemsize)
@@ -62,7 +63,8 @@ def export_hf(
         round_ = files[first : first + transport.world]
         expected = {name: shapes[name] for file in round_ for name in file}
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
-        receiver = _File({name: torch.empty(shapes[name], dtype=dtype) for name in mine})
+        tensors = {name: torch.empty(shapes[name], dtype=torch.float32 if name in fp32 else dtype) for name in mine}
+        receiver = _File(tensors, dtype)
         Publisher.connect(
             sources=[[box for box in boxes if box.name in expected] for boxes in sources],
             expected=expected,
@@ -71,13 +73,15 @@ def export_hf(
             replica_ranks=transport.world,
             transport=transport,
             dtype=dtype,
+            fp32=fp32,
         ).publish(version=0)
         if mine:
             save_file(receiver.tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
         if len(files) > 1:
-            _write_index(staging / "model.safetensors.index.json", files, names, shapes, dtype.itemsize)
+            sizes = {n: prod(size) * (4 if n in fp32 else dtype.itemsize) for n, size in shapes.items()}
+            _write_index(staging / "model.safetensors.index.json", files, names, sum(sizes.values()))
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)
@@ -96,25 +100,25 @@ def _deal(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[tuple[str, 
     return [tuple(file) for file in files]
 
 
-def _write_index(
-    file: Path, files: Sequence[Sequence[str]], names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], size: int
-) -> None:
+def _write_index(file: Path, files: Sequence[Sequence[str]], names: Sequence[str], total: int) -> None:
     where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-    total = size * sum(prod(shape) for shape in shapes.values())
     file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
 
 
 @dataclass
 class _File:
-    """weights.publish.Receiver over whole tensors in host memory."""
+    """weights.publish.Receiver over whole tensors in host memory, seen as words of `dtype`."""
 
     tensors: dict[str, Tensor]
+    dtype: torch.dtype
+    _words: dict[str, Tensor] = field(init=False)
     boxes: list[Box] = field(init=False)
     _loaded: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._words = {name: x.view(self.dtype) for name, x in self.tensors.items()}
         self.boxes = [
-            Box(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride())) for name, x in self.tensors.items()
+            Box(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride())) for name, x in self._words.items()
         ]
 
     def begin(self) -> None:
@@ -124,7 +128,7 @@ class _File:
         back, at = torch.empty_like(flat), 0
         for piece in message.pieces:
             view = piece.destination
-            here = self.tensors[piece.name].as_strided(piece.shape, view.strides, view.offset)
+            here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
             here.copy_(flat[at : at + piece.numel].view(piece.shape))
             back[at : at + piece.numel].view(piece.shape).copy_(here)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
@@ -132,7 +136,7 @@ class _File:
         return back
 
     def seal(self) -> Mapping[str, int]:
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._words.items():
             if self._loaded.get(name, 0) != tensor.numel():
                 raise CheckFailed(f"{name}: {self._loaded.get(name, 0)} of {tensor.numel()} elements arrived")
         return self._loaded

@@ -44,7 +44,7 @@ from megarl.sft import SftRun, sft
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.train import RlRun, train
 from megarl.types import CheckFailed, Prompt
-from megarl.weights.models import hf_shapes
+from megarl.weights.models import fp32_tensors, hf_shapes
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
@@ -117,7 +117,7 @@ class Parts:
 
     def engine(self) -> Engine:
         spec = EngineSpec.of(self.config, folder=self.model_folder, stop_token_ids=self.tokenizer.eos)
-        return Engine.start(spec, self.env, shapes=hf_shapes(self.shape))
+        return Engine.start(spec, self.env, shapes=hf_shapes(self.shape), fp32=fp32_tensors(self.shape))
 
     def exchange(self, engine: Engine, span: Span) -> Exchange:
         size = self.config.rollout.tensor
@@ -180,6 +180,7 @@ class Parts:
             transport=self.transport,
             dtype=DTYPES[config.train.dtype],
             probe=probe,
+            fp32=fp32_tensors(self.shape),
         )
 
     @contextmanager
@@ -222,6 +223,7 @@ class Parts:
             parameters=actor.parameters_by_name,
             transport=self.transport,
             dtype=DTYPES[self.config.train.dtype],
+            fp32=fp32_tensors(self.shape),
         )
 
 

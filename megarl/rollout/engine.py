@@ -77,8 +77,15 @@ class Engine:
         self._eager = eager
 
     @classmethod
-    def start(cls, spec: EngineSpec, env: Env, *, shapes: Mapping[str, tuple[int, ...]]) -> Engine:
-        """`shapes`: every tensor of the checkpoint (weights.models.hf_shapes).
+    def start(
+        cls,
+        spec: EngineSpec,
+        env: Env,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        fp32: frozenset[str] = frozenset(),
+    ) -> Engine:
+        """`shapes`: every tensor of the checkpoint (weights.models.hf_shapes); `fp32`: those that are never bf16.
 
         Raises CheckFailed when the engine's loaders cannot be driven shard by shard.
         """
@@ -120,7 +127,8 @@ class Engine:
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
         recording = record(model, shapes, spec.dtype)
-        return cls(llm, spec, LayerReceiver(model, recording, spec.dtype, llm.reset_prefix_cache), eager)
+        receiver = LayerReceiver(model, recording, spec.dtype, llm.reset_prefix_cache, fp32)
+        return cls(llm, spec, receiver, eager)
 
     def close(self) -> None:
         """Give back memory and groups; another engine, of another shape, may then start in this process."""

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from megarl.rollout.record import Fill, Recording
 from megarl.types import CheckFailed
 from megarl.weights.plan import Message, Piece
+from megarl.weights.words import boxes_in_words
 
 __all__ = ["LayerReceiver", "State"]
 
@@ -34,12 +35,21 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 class LayerReceiver:
-    """publish.Receiver. `reset_cache` drops what the engine remembers of old weights."""
+    """publish.Receiver. `reset_cache` drops what the engine remembers of old weights.
+
+    `fp32`: HF tensors that the trainer sends in fp32 whatever `dtype` is, as words of it.
+    """
 
     def __init__(
-        self, model: nn.Module, recording: Recording, dtype: torch.dtype, reset_cache: Callable[[], object]
+        self,
+        model: nn.Module,
+        recording: Recording,
+        dtype: torch.dtype,
+        reset_cache: Callable[[], object],
+        fp32: frozenset[str] = frozenset(),
     ) -> None:
-        self.boxes = recording.boxes
+        self.boxes = boxes_in_words(recording.boxes, fp32, dtype.itemsize)
+        self._fp32 = fp32
         self.state: State = "empty"
         self.version: int | None = None
         self._model = model
@@ -49,7 +59,7 @@ class LayerReceiver:
         self._reset_cache = reset_cache
         self._total: dict[str, int] = defaultdict(int)  # elements each module waits for
         self._fills: dict[str, list[Fill]] = defaultdict(list)
-        for box in recording.boxes:
+        for box in self.boxes:
             self._total[_split(box.param)[0]] += box.numel
         for fill in recording.fills:
             self._fills[_split(fill.param)[0]].append(fill)
@@ -72,7 +82,7 @@ class LayerReceiver:
             layer = self._modules[module]
             if not self._is_open(layer):
                 self._open(module)
-            view = _view(layer, piece)
+            view = self._view(layer, piece)
             view.copy_(flat[at : at + piece.numel].view(piece.shape))
             back[at : at + piece.numel].view(piece.shape).copy_(
                 view
@@ -115,6 +125,14 @@ class LayerReceiver:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
 
+    def _view(self, layer: nn.Module, piece: Piece) -> Tensor:
+        into, data = piece.destination, getattr(layer, _split(piece.destination.param)[1]).data
+        if piece.name in self._fp32:
+            if data.dtype != torch.float32:
+                raise CheckFailed(f"the engine keeps {piece.name} in {data.dtype}, the trainer in fp32")
+            data = data.view(self._dtype)
+        return data.as_strided(piece.shape, into.strides, data.storage_offset() + into.offset)
+
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
 
@@ -126,7 +144,7 @@ class LayerReceiver:
         restore_layer_on_meta(layer, info)
         materialize_layer(layer, info)
         for fill in self._fills[module]:
-            _strided(layer, fill.param, fill.shape, fill.strides, fill.offset).fill_(fill.value)
+            _fill(layer, fill)
 
     def _close(self, module: str) -> None:
         layer = self._modules[module]
@@ -162,11 +180,6 @@ def _split(param: str) -> tuple[str, str]:
     return module, leaf
 
 
-def _view(layer: nn.Module, piece: Piece) -> Tensor:
-    into = piece.destination
-    return _strided(layer, into.param, piece.shape, into.strides, into.offset)
-
-
-def _strided(layer: nn.Module, param: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-    data = getattr(layer, _split(param)[1]).data
-    return data.as_strided(shape, strides, data.storage_offset() + offset)
+def _fill(layer: nn.Module, fill: Fill) -> None:
+    data = getattr(layer, _split(fill.param)[1]).data
+    data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)

@@ -23,6 +23,7 @@ from megarl.weights.digest import digest
 from megarl.weights.mapping import Box
 from megarl.weights.plan import Boxes, Message, Plan, find_gaps, make_plan
 from megarl.weights.transports import Transport
+from megarl.weights.words import boxes_in_words, shapes_in_words
 
 __all__ = ["BUCKET_BYTES", "Probe", "Publisher", "Receiver"]
 
@@ -78,6 +79,7 @@ class Publisher:
         dtype: torch.dtype,
         num_tensors: int,
         probe: Probe | None = None,
+        fp32: frozenset[str] = frozenset(),
     ) -> None:
         self.plan = plan
         self._receiver = receiver
@@ -88,6 +90,8 @@ class Publisher:
         self._probe = probe
         self._proven = False
         self._needed = _extents(plan, transport.rank)
+        mine = (message for message in plan.messages if message.source == transport.rank)
+        self._fp32_parameters = {p.source.param for message in mine for p in message.pieces if p.name in fp32}
         self._device = next(iter(parameters().values())).device
 
     @classmethod
@@ -103,9 +107,12 @@ class Publisher:
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         probe: Probe | None = None,
+        fp32: frozenset[str] = frozenset(),  # HF tensors that stay fp32 on both sides; the receiver knows them too
     ) -> Publisher:
         """Raises CheckFailed, on all ranks, when a tensor is missing on either side or ranks plan differently."""
         destinations: list[list[Box]] = transport.gather(list(receiver.boxes))
+        sources = [boxes_in_words(boxes, fp32, dtype.itemsize) for boxes in sources]
+        expected = shapes_in_words(expected, fp32, dtype.itemsize)
         _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
         for first in range(0, transport.world, replica_ranks):
             ranks = range(first, first + replica_ranks)
@@ -119,7 +126,7 @@ class Publisher:
         if len(set(prints)) > 1:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
-        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe)
+        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32)
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, when anything is missing or changed; the engine then refuses prompts."""
@@ -147,11 +154,13 @@ class Publisher:
             tensor = parameters.get(name)
             if tensor is None:
                 return f"the trainer has no parameter {name}"
-            if tensor.dtype != self._dtype or tensor.numel() < numel or not tensor.is_contiguous():
+            expected = torch.float32 if name in self._fp32_parameters else self._dtype
+            words = tensor.numel() * tensor.itemsize // self._dtype.itemsize
+            if tensor.dtype != expected or words < numel or not tensor.is_contiguous():
                 seen = (
                     f"{tensor.numel()} elements of {tensor.dtype}, {'' if tensor.is_contiguous() else 'not '}contiguous"
                 )
-                return f"parameter {name} has {seen}; the plan reads {numel} contiguous elements of {self._dtype}"
+                return f"parameter {name} has {seen}; the plan reads {numel} contiguous words of {expected}"
         return None
 
     def _move(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, str | None]:
@@ -264,7 +273,7 @@ def _pack(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype
     """[numel]: the pieces end to end, each in row-major order of its HF tensor."""
     flat, at = torch.empty(message.numel, dtype=dtype, device=device), 0
     for piece in message.pieces:
-        tensor, view = parameters[piece.source.param].detach(), piece.source
+        tensor, view = parameters[piece.source.param].detach().view(dtype), piece.source  # fp32 as words of dtype
         # as_strided takes absolute offsets: parameters may be views into one big buffer
         part = tensor.as_strided(piece.shape, view.strides, tensor.storage_offset() + view.offset)
         flat[at : at + piece.numel].view(piece.shape).copy_(part)

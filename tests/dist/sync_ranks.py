@@ -39,7 +39,7 @@ SIGMOID_ROUTED = {
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,  # which vLLM asks for
 }  # fmt: skip
 LATENT = {  # vLLM's CPU kernel takes a latent of 512 + 64
-    "num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 48,
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 48,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 4, "topk_group": 2,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64,
@@ -55,7 +55,10 @@ CONFIGS = {
     "qwen3_untied_kv1": (transformers.Qwen3Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 1}),
     "qwen2": (transformers.Qwen2Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 2}),
     "llama": (transformers.LlamaConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 4}),
-    "mixtral": (transformers.MixtralConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        UNTIED | {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
     "deepseek_v3": (transformers.DeepseekV3Config, UNTIED | LATENT | SIGMOID_ROUTED | {"vocab_size": 67}),
     "glm4_moe": (transformers.Glm4MoeConfig, UNTIED | SIGMOID_ROUTED | GLM | {"vocab_size": 70}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2}),

@@ -12,34 +12,36 @@ from megarl.config.schema import Create
 from megarl.launch.create import create_model
 from megarl.layout import Layout, Parallel
 from megarl.types import CheckFailed
-from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.models import fp32_tensors, hf_shapes, megatron_boxes
 from megarl.weights.transports.inprocess import InProcess
+
+SIZES = {"experts": 4, "hidden": 32, "moe_intermediate": 16, "vocab": 67, "tied": False}
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory):
-    create = Create(family="qwen3_moe", experts=4, hidden=32, moe_intermediate=16, vocab=67, tied=False)
-    return create_model(create, tmp_path_factory.mktemp("models"))
+    return create_model(Create(family="qwen3_moe", **SIZES), tmp_path_factory.mktemp("models"))
 
 
-def parameters_of(origin, boxes):
+def parameters_of(origin, boxes, dtype=torch.float32, fp32=frozenset()):
     """A trainer's parameters, filled from the checkpoint through the boxes."""
     tensors = load_file(origin / "model.safetensors")
     sizes = {}
     for box in boxes:
         last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True)) + 1
         sizes[box.param] = max(sizes.get(box.param, 0), last)
-    held = {name: torch.zeros(size) for name, size in sizes.items()}
+    wide = {box.param for box in boxes if box.name in fp32}
+    held = {name: torch.zeros(size, dtype=torch.float32 if name in wide else dtype) for name, size in sizes.items()}
     for box in boxes:
         part = tensors[box.name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
         held[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
     return held
 
 
-def export(origin, folder, *, drop=None, **options):
+def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), **options):
     shape = read_model(origin)
     boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
-    held = parameters_of(origin, boxes)
+    held = parameters_of(origin, boxes, dtype, fp32)
     boxes = [box for box in boxes if box.name != drop]
     export_hf(
         folder,
@@ -48,7 +50,8 @@ def export(origin, folder, *, drop=None, **options):
         sources=[boxes],
         parameters=lambda: held,
         transport=InProcess(),
-        dtype=torch.float32,
+        dtype=dtype,
+        fp32=fp32,
         **options,
     )
 
@@ -59,6 +62,38 @@ def test_one_file_is_the_checkpoint_again(origin, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_a_tensor_that_stays_fp32_does_so_among_bf16_ones(tmp_path):
+    origin = create_model(Create(family="glm4_moe", **SIZES), tmp_path)
+    fp32 = fp32_tensors(read_model(origin))
+    export(origin, tmp_path / "hf", dtype=torch.bfloat16, fp32=fp32, file_bytes=1024)
+    before, found = load_file(origin / "model.safetensors"), {}
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        found |= load_file(file)
+    assert fp32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {name for name, x in found.items() if x.dtype == torch.float32} == fp32
+    assert all(torch.equal(x, before[name].to(x.dtype)) for name, x in found.items())
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+
+
+def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
+    with pytest.raises(CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"):
+        narrow = {"model.norm.weight"}
+        shape = read_model(origin)
+        boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+        held = parameters_of(origin, boxes, torch.bfloat16)
+        export_hf(
+            tmp_path / "hf",
+            origin=origin,
+            shapes=hf_shapes(shape),
+            sources=[boxes],
+            parameters=lambda: held,
+            transport=InProcess(),
+            dtype=torch.bfloat16,
+            fp32=frozenset(narrow),
+        )
 
 
 def test_many_files_have_an_index_and_a_limit(origin, tmp_path):
