@@ -16,10 +16,10 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ __all__ = ["Converted", "convert"]
 AHEAD = 1  # units that are read before they are written
 READERS = 2  # of the finished target, each with a handle of its own
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code, as they came
-RECORDS, REPORT = ".records", "convert.json"
+RECORDS, SUMS = ".records", "checksums.megarl"
 
 Progress = Callable[[str, int], None]  # ("write" | "verify", bytes of it)
 
@@ -49,6 +49,7 @@ def convert(
     folder: Path,
     *,
     source: Source,
+    source_folder: Path,
     target: Target,
     origin: Path,  # where config and tokenizer are copied from
     identity: Mapping[str, Any],  # what makes an interrupted conversion the same one
@@ -78,12 +79,13 @@ def convert(
         before: Counter[str] = Counter()
         for record in records.values():
             before.update(record["digests"])
+        digests = {name: f"{value % (1 << 64):016x}" for name, value in before.items()}
+        _compare_sums(source_folder, digests)
         _copy(origin, staging)
         with _disk(staging / "its index"):
             target.finish(staging, [item for file in target.files for item in records[file.name]["written"]])
         _verify(staging, target, before, progress)
-        digests = {name: f"{value % (1 << 64):016x}" for name, value in before.items()}
-        (staging / REPORT).write_text(json.dumps({"checksums": digests}, indent=1) + "\n")
+        (staging / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in digests.items()))
         shutil.rmtree(staging / RECORDS)
         _sync(staging)
         staging.rename(folder)
@@ -146,7 +148,7 @@ def _write(staging: Path, file: File, source: Source, target: Target, progress: 
     digests: Counter[str] = Counter()
     written: list[Any] = []
     path, tensor = staging / file.name, target.tensor(file.units[0])
-    with ThreadPoolExecutor(1) as reader, path.open("wb") as stream:
+    with ThreadPoolExecutor(1) as reader, _created(path) as stream:
         with _disk(path, tensor):
             target.begin(stream, file)
         ahead: list[Future[tuple[Tensor, list[tuple[str, int]]]]] = []
@@ -163,6 +165,19 @@ def _write(staging: Path, file: File, source: Source, target: Target, progress: 
         with _disk(path, tensor):
             stream.flush()
     return {"digests": digests, "written": written}
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """A new file, whose last bytes are not tried again where the disk was full."""
+    stream = path.open("wb")
+    try:
+        yield stream
+    except BaseException:
+        with suppress(OSError):
+            stream.close()
+        raise
+    stream.close()
 
 
 def _record(staging: Path, file: File, record: Mapping[str, Any]) -> None:
@@ -205,10 +220,24 @@ def _verify(staging: Path, target: Target, before: Counter[str], progress: Progr
         )
 
 
+def _compare_sums(source: Path, digests: Mapping[str, str]) -> None:
+    """A folder that a conversion made holds its checksums: it must still be what it was."""
+    if not (source / SUMS).is_file():
+        return
+    told = dict(reversed(line.split("  ", 1)) for line in (source / SUMS).read_text().splitlines())
+    wrong = [name for name, value in digests.items() if told.get(name) != value]
+    if wrong:
+        rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckFailed(
+            f"{source}: {', '.join(wrong[:4])}{rest} are not what {SUMS} says they were when the folder was made: "
+            f"make it again, or remove {SUMS} if they were changed on purpose"
+        )
+
+
 def _copy(origin: Path, staging: Path) -> None:
     for pattern in COPIED:
         for file in origin.glob(pattern):
-            if not file.name.endswith(".index.json") and file.name not in (REPORT, "metadata.json"):
+            if not file.name.endswith(".index.json") and file.name != "metadata.json":
                 with _disk(staging / file.name):
                     shutil.copyfile(file, staging / file.name)
 

@@ -67,14 +67,20 @@ def run_convert(
     }  # fmt: skip
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = convert(
-            target, source=opened, target=made, origin=origin, identity=_as_json(identity), progress=progress
+            target,
+            source=opened,
+            source_folder=source,
+            target=made,
+            origin=origin,
+            identity=_as_json(identity),
+            progress=progress,
         )
     seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it by an interrupted run" if done.resumed else ""
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
         f"{target}: {size}{resumed}, in {seconds:.1f} s; "
-        f"verified: every tensor read back has the source's checksum (convert.json lists them)"
+        f"verified: every tensor read back has the source's checksum (checksums.megarl lists them)"
     )
 
 

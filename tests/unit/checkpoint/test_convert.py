@@ -1,0 +1,280 @@
+"""A conversion there and back is the model again, bit for bit; what is wrong is named, and gets no name itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoint import convert as conversion
+from megarl.checkpoint.sides import MegatronTarget
+from megarl.config.schema import Create
+from megarl.launch import convert as command
+from megarl.launch.create import create_model
+from megarl.layout import Parallel
+from megarl.types import CheckFailed
+
+MODELS = {
+    "qwen3": {"family": "qwen3", "tied": True},
+    "qwen2": {"family": "qwen2", "tied": False, "heads": 4, "kv_heads": 2},
+    "llama": {"family": "llama", "tied": False, "kv_heads": 4},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, "experts": 4, "moe_intermediate": 16},
+}
+SIZES = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 67}
+TP2_PP2_EP2 = Parallel(tensor=2, pipeline=2, expert=2)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory) -> Path:
+    """Random in every tensor, in bf16 but for the norms; the names are shuffled over three files."""
+    made = create_model(Create(**SIZES | MODELS[request.param]), tmp_path_factory.mktemp("models"))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, tensor in load_file(made / "model.safetensors").items():
+        dtype = torch.float32 if name.endswith("norm.weight") else torch.bfloat16
+        tensors[name] = torch.randn(tensor.shape, generator=generator).to(dtype)
+    (made / "model.safetensors").unlink()
+    names = sorted(tensors, key=lambda name: name[::-1])
+    where = {}
+    for number in range(3):
+        file = f"model-{number + 1:05d}-of-00003.safetensors"
+        held = {name: tensors[name] for name in names[number::3]}
+        save_file(held, made / file)
+        where |= dict.fromkeys(held, file)
+    (made / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> Path:
+    return create_model(Create(**SIZES | MODELS["qwen3_moe"]), tmp_path_factory.mktemp("moe"))
+
+
+def run(source: Path, target: Path, to: str, sizes: Parallel = Parallel(), file_bytes: int = 1 << 30) -> str:  # noqa: B008
+    return command.run_convert(source, target, to, sizes, config=None, file_bytes=file_bytes, interactive=False)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same(one: Path, other: Path) -> None:
+    before, after = tensors_of(one), tensors_of(other)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def test_there_and_back(model, tmp_path):
+    """In one layout's files, then another's, then HF in several files: each tensor keeps its values and its dtype."""
+    run(model, tmp_path / "one", "megatron", Parallel(), 20_000)
+    run(tmp_path / "one", tmp_path / "other", "megatron", Parallel(tensor=2, pipeline=3))
+    said = run(tmp_path / "other", tmp_path / "back", "hf", file_bytes=20_000)
+    assert_same(model, tmp_path / "back")
+    assert "verified" in said
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    for name, file in index.items():
+        assert name in load_file(tmp_path / "back" / file)
+    sums = [sorted((tmp_path / made / "checksums.megarl").read_text().split("\n")) for made in ("one", "other", "back")]
+    assert sums[0] == sums[1] == sums[2], "one checksum a tensor, whatever holds it"
+    assert (tmp_path / "back" / "tokenizer.json").is_file() and (tmp_path / "one" / "config.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "other", "back"}, "no staging is left"
+
+
+def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):
+    run(moe, tmp_path / "out", "megatron", Parallel(tensor=2, pipeline=3, expert=2))
+    files = {path.name for path in (tmp_path / "out").glob("__*.distcp")}
+    assert files == {f"__{stage}{kind}_0.distcp" for stage in range(3) for kind in ("", "_expert0", "_expert1")}
+
+
+def damage_truncate(folder: Path) -> tuple[str, ...]:
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    last = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
+    last.pop("__metadata__", None)
+    os.truncate(file, file.stat().st_size - 4)
+    return file.name, max(last, key=lambda name: last[name]["data_offsets"])
+
+
+def edited(folder: Path, edit) -> None:
+    held = load_file(folder / "model.safetensors")
+    edit(held)
+    save_file(held, folder / "model.safetensors")
+
+
+def damage_missing(folder: Path) -> tuple[str, ...]:
+    edited(folder, lambda held: held.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
+    return "model.safetensors", "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def damage_extra(folder: Path) -> tuple[str, ...]:
+    edited(folder, lambda held: held.update({"model.layers.3.mlp.gate.weight": torch.zeros(2)}))
+    return "model.safetensors", "model.layers.3.mlp.gate.weight"
+
+
+def damage_shape(folder: Path) -> tuple[str, ...]:
+    edited(folder, lambda held: held.update({"model.norm.weight": torch.zeros(31)}))
+    return "model.safetensors", "model.norm.weight", "(31,)", "(32,)"
+
+
+def damage_header(folder: Path) -> tuple[str, ...]:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not json, is it?")
+    return ("model.safetensors",)
+
+
+DAMAGES = [damage_truncate, damage_missing, damage_extra, damage_shape, damage_header]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_source_is_refused_by_name(moe, tmp_path, damage):
+    broken = tmp_path / "broken"
+    os.system(f"cp -r {moe} {broken}")
+    named = damage(broken)
+    with pytest.raises(ValueError) as refused:
+        run(broken, tmp_path / "out", "megatron")
+    assert all(text in str(refused.value) for text in named), refused.value
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
+    run(moe, tmp_path / "good", "megatron")
+    cases = {
+        "__0_0.distcp": lambda file: os.truncate(file, file.stat().st_size - 10),
+        "__0_expert0_0.distcp": Path.unlink,
+    }
+    for name, damage in cases.items():
+        broken = tmp_path / f"without{name}"
+        os.system(f"cp -r {tmp_path / 'good'} {broken}")
+        damage(broken / name)
+        with pytest.raises(ValueError, match=rf"{name} has .* bytes, (decoder|output_layer).* cut off or missing"):
+            run(broken, tmp_path / "out", "hf")
+    for at, error, said in ((0, ValueError, "cannot be read"), (2000, CheckFailed, "when the folder was made")):
+        broken = tmp_path / f"flipped{at}"
+        os.system(f"cp -r {tmp_path / 'good'} {broken}")
+        raw = bytearray((broken / "__0_0.distcp").read_bytes())
+        raw[at] ^= 1
+        (broken / "__0_0.distcp").write_bytes(raw)
+        with pytest.raises(error, match=rf"(decoder|embedding|model)\.\S+ .*{said}"):
+            run(broken, tmp_path / "out", "hf")
+    other = json.loads((broken / "config.json").read_text()) | {"hidden_size": 64}
+    (broken / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r"\.metadata: embedding\.\S+ has shape \(\d+, 32\), .*asks for \(\d+, 64\)"):
+        run(broken, tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(moe, tmp_path, to):
+    """A limit on a file's size fails writes as a full disk does: with an OSError in the middle of a tensor."""
+    source = moe
+    if to == "hf":
+        run(moe, source := tmp_path / "source", "megatron")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(CheckFailed, match=r"/\.out\.part/\S+: File too large while (model|lm_head)\S+ was written"):
+            run(source, tmp_path / "out", to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "out", to)
+    run(tmp_path / "out", tmp_path / "again", "hf") if to == "megatron" else None
+    assert_same(moe, tmp_path / ("again" if to == "megatron" else "out"))
+
+
+def test_a_disk_that_would_be_full_is_refused_before_the_first_byte(moe, tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+    few = os.statvfs_result([*real[:4], 20_000 // real.f_frsize, *real[5:]])
+    monkeypatch.setattr(conversion.os, "statvfs", lambda path: few)
+    with pytest.raises(CheckFailed, match=r"__0\w*\.distcp: no space left on the disk for model\.\S+: \d+ bytes are"):
+        run(moe, tmp_path / "out", "megatron")
+    assert not list((tmp_path / ".out.part").glob("*.distcp"))
+
+
+@contextmanager
+def dies_after(files: int, total: int):
+    seen = [0]
+
+    def progress(what: str, nbytes: int) -> None:
+        seen[0] += nbytes
+        if seen[0] > files * total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    yield progress
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_killed_in_the_middle_it_goes_on(moe, tmp_path, monkeypatch, to):
+    source = moe
+    if to == "hf":
+        run(moe, source := tmp_path / "source", "megatron")
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(command, "_bar", lambda total, interactive: dies_after(1, total // 2))
+        run(source, tmp_path / "out", to, file_bytes=20_000)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    whole = list(
+        (tmp_path / ".out.part" / ".records").glob("*.distcp.json" if to == "megatron" else "*.safetensors.json")
+    )
+    assert whole, "files that were whole are known"
+    kept = {file.name: (file.parent.parent / file.stem).stat().st_ino for file in whole}
+    said = run(source, tmp_path / "out", to, file_bytes=20_000)
+    assert "by an interrupted run" in said
+    assert all((tmp_path / "out" / name.removesuffix(".json")).stat().st_ino == inode for name, inode in kept.items())
+    if to == "megatron":
+        run(tmp_path / "out", tmp_path / "again", "hf")
+    assert_same(moe, tmp_path / ("again" if to == "megatron" else "out"))
+
+
+def test_another_source_starts_afresh(moe, tmp_path):
+    staging = tmp_path / ".out.part"
+    (staging / ".records").mkdir(parents=True)
+    (staging / ".records" / "identity.json").write_text("{}")
+    (staging / "model-00009-of-00009.safetensors").write_bytes(b"x")
+    run(moe, tmp_path / "out", "megatron")
+    assert not (tmp_path / "out" / "model-00009-of-00009.safetensors").exists()
+
+
+def test_what_was_written_wrong_never_gets_its_name(moe, tmp_path, monkeypatch):
+    write = MegatronTarget.write
+
+    def swapped(self, stream, file, unit, flat):
+        if unit.param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
+            flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()  # two rows change places: plain sums agree
+        return write(self, stream, file, unit, flat)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MegatronTarget, "write", swapped)
+        with pytest.raises(CheckFailed, match=r"model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight read back differ"):
+            run(moe, tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+    run(moe, tmp_path / "out", "megatron")
+
+
+def test_what_cannot_be_done_is_said(moe, tmp_path):
+    with pytest.raises(ValueError, match="exists; remove it"):
+        run(moe, moe, "megatron")
+    for sizes, said in (
+        (Parallel(tensor=8), "num_key_value_heads=4 is not divisible by --tp 8"),
+        (Parallel(pipeline=4), "--pp 4 is more than the model's 3 layers"),
+        (Parallel(expert=3), "--ep 3 does not divide the model's 4 experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(moe, tmp_path / "out", "megatron", sizes)
+    with pytest.raises(ValueError, match="leave the sizes away"):
+        run(moe, tmp_path / "out", "hf", Parallel(tensor=2))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="--config DIR"):
+        run(tmp_path / "empty", tmp_path / "out", "hf")
