@@ -71,6 +71,7 @@ def test_wrong_answers_and_partial_credit():
         ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert True"]),
         ("def add(a, b):\n    return 3", ["try:\n    add(1, 1)\nexcept ValueError:\n    pass\nassert add(0, 0) == 0"]),
         ("x = (", STDIO),
+        ("x = (", ["assert True"]),
         ("1 / 0", STDIO),
         ("(" * 10_000, CALLS),
         ("print(3)\n1 / 0", STDIO),
@@ -78,8 +79,8 @@ def test_wrong_answers_and_partial_credit():
         ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}),
     ]
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
-    causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, failed, syntax, failed, "", wrong]
-    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, syntax, failed, syntax, failed, "", wrong]
+    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert verdicts(pairs, credit="fraction") == list(zip(values, causes, strict=True))
     assert verdicts(pairs[:4]) == [(0.0, wrong)] * 4
 
