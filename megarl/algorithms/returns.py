@@ -1,79 +1,67 @@
-"""Sums from each trainable token to the end of its row. False positions are skipped, never walked through.
+"""Sums from each span of a row to the row's end, discounted by the spans between.
 
-The True positions of each row are laid out last one first in a rectangle [N, L], so a sum from the end is a
-running sum along a row, and rows never mix.
+Rows are laid out, last span first, in rectangles [N, L] of a few rows that fit a cache, so that a sum from the end is
+a running sum along a rectangle's row, and rows never mix. Rows of very different lengths waste at most half of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import Rows, clean
+__all__ = ["sums_to_end", "td_lambda"]
 
-__all__ = ["reward_to_go", "td_lambda"]
-
-
-@dataclass(frozen=True, slots=True)
-class _FromEnd:
-    """Where each True position goes: flat index row * L + (True positions after it in the row)."""
-
-    slot_T: Tensor  # [T]; meaningless where the mask is False
-    rows: Rows
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, rows: Rows) -> _FromEnd:
-        width = max(int(rows.num_tokens_N.max()), 1) if rows.num_tokens_N.numel() else 1
-        until_T = rows.mask_T.cumsum(0)
-        slot_T = rows.row_T * width + rows.num_tokens_N.cumsum(0)[rows.row_T] - until_T
-        return cls(slot_T, rows, (rows.num_tokens_N.numel(), width))
-
-    def lay(self, x_T: Tensor) -> Tensor:
-        x_NL = torch.zeros(self.shape, dtype=x_T.dtype, device=x_T.device)
-        x_NL.view(-1)[self.slot_T[self.rows.mask_T]] = x_T[self.rows.mask_T]
-        return x_NL
-
-    def pick(self, x_NL: Tensor) -> Tensor:
-        x_T = torch.zeros(self.slot_T.numel(), dtype=x_NL.dtype, device=x_NL.device)
-        x_T[self.rows.mask_T] = x_NL.reshape(-1)[self.slot_T[self.rows.mask_T]]
-        return x_T
+CELLS = 1 << 18  # of a rectangle: 1 MiB in fp32
 
 
-def reward_to_go(rewards_T: Tensor, rows: Rows, *, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_next(t), where next(t) is the next True position of the row. `rewards_T` is clean."""
-    if gamma == 1.0:
-        return clean(_sums_to_end(rewards_T, rows), rows.mask_T)
-    slots = _FromEnd.of(rows)
-    return slots.pick(_running_sum(slots.lay(rewards_T), gamma))
+def sums_to_end(x_K: Tensor, bounds: np.ndarray, *, decay: float = 1.0) -> Tensor:
+    """y_k = x_k + decay y_(k+1) within each row; accumulated in fp64 where decay is 1, as it is where not.
+
+    Row n is x_K[bounds[n]:bounds[n + 1]].
+    """
+    lengths = np.diff(bounds)[::-1]
+    sums = np.empty_like(x_K.numpy())
+    backwards, sums_backwards = x_K.numpy()[::-1], sums[::-1]
+    start = 0
+    for rows, width in _rectangles(lengths):
+        is_cell = np.arange(width, dtype=np.int32) < lengths[rows, None].astype(np.int32)
+        end = start + int(lengths[rows].sum())
+        x_NL = np.zeros(is_cell.shape, dtype=sums.dtype)
+        x_NL[is_cell] = backwards[start:end]
+        y_NL = torch.from_numpy(x_NL)
+        y_NL = y_NL.cumsum(1) if decay == 1.0 else _decayed(y_NL, decay)
+        sums_backwards[start:end] = y_NL.numpy()[is_cell]
+        start = end
+    return torch.from_numpy(sums)
 
 
-def td_lambda(rewards_T: Tensor, values_T: Tensor, rows: Rows, *, gamma: float, lam: float) -> Tensor:
-    """A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t; V is 0 after the last True position."""
-    slots = _FromEnd.of(rows)
-    values_NL = slots.lay(values_T)
-    next_NL = torch.nn.functional.pad(values_NL[:, :-1], (1, 0))
-    return slots.pick(_running_sum(slots.lay(rewards_T) + gamma * next_NL - values_NL, gamma * lam))
+def td_lambda(rewards_K: Tensor, values_K: Tensor, bounds: np.ndarray, *, gamma: float, lam: float) -> Tensor:
+    """A_k = delta_k + gamma lam A_(k+1), delta_k = r_k + gamma V_(k+1) - V_k; V is 0 after the last of a row."""
+    next_K = torch.cat([values_K[1:], values_K.new_zeros(1)])[: values_K.numel()]
+    ends = bounds[1:][bounds[1:] > bounds[:-1]] - 1
+    next_K[torch.from_numpy(ends)] = 0
+    return sums_to_end(rewards_K + gamma * next_K - values_K, bounds, decay=gamma * lam)
 
 
-def _sums_to_end(x_T: Tensor, rows: Rows) -> Tensor:
-    """Undiscounted, so holes add nothing and need not be skipped: one running sum a row, read backwards. numpy does
-    this in place and several times faster than any layout of the rows in a rectangle."""
-    x, sums = x_T.detach().cpu().numpy(), np.empty(x_T.numel())
-    for start, end in pairwise(rows.cu_seqlens.tolist()):
-        np.cumsum(x[start:end][::-1], out=sums[start:end][::-1])
-    return torch.from_numpy(sums).to(x_T)
+def _rectangles(lengths: np.ndarray) -> Iterator[tuple[slice, int]]:
+    """(rows, width), all rows in order; at most CELLS cells, or one row."""
+    first, width = 0, 0
+    for row, length in enumerate(lengths.tolist()):
+        wider = length if length > width else width
+        if row > first and wider * (row + 1 - first) > CELLS:
+            yield slice(first, row), width
+            first, wider = row, length
+        width = wider
+    yield slice(first, len(lengths)), width
 
 
-def _running_sum(x_NL: Tensor, decay: float) -> Tensor:
-    """y_l = x_l + decay y_(l-1) along each row."""
-    if decay == 1.0:
-        return x_NL.cumsum(1)
-    y_LN = x_NL.T.contiguous()
-    for before_N, y_N in pairwise(y_LN):
-        y_N.add_(before_N, alpha=decay)
-    return y_LN.T
+def _decayed(y_NL: Tensor, decay: float) -> Tensor:
+    """y_l = x_l + decay y_(l-1) along each row: each pass doubles how far a sum reaches."""
+    reach = 1
+    while reach < y_NL.shape[1] and decay**reach:
+        y_NL[:, reach:] += decay**reach * y_NL[:, :-reach]
+        reach *= 2
+    return y_NL

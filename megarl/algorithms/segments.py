@@ -61,20 +61,18 @@ class Groups:
     group_V: Tensor  # [V] int64, dense
     valid_V: Tensor  # [V] bool
     num_groups: int
+    size_V: Tensor  # [V] fp64: valid values of each one's group
 
     @classmethod
     def of(cls, group_V: Tensor, valid_V: Tensor) -> Groups:
         ids, dense_V = torch.unique(group_V, return_inverse=True)
-        return cls(dense_V, valid_V, ids.numel())
+        sizes_G = torch.bincount(dense_V[valid_V], minlength=ids.numel()).double()
+        return cls(dense_V, valid_V, ids.numel(), sizes_G[dense_V])
 
     def sum(self, x_V: Tensor) -> Tensor:
         """[V]: the sum over the valid values of each one's group."""
         zeros_G = torch.zeros(self.num_groups, dtype=x_V.dtype, device=x_V.device)
         return zeros_G.index_add(0, self.group_V, clean(x_V, self.valid_V))[self.group_V]
-
-    @property
-    def size_V(self) -> Tensor:
-        return self.sum(torch.ones_like(self.group_V, dtype=torch.float64))
 
     def mean(self, x_V: Tensor) -> Tensor:
         size_V = self.size_V.clamp(min=1)

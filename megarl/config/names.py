@@ -16,16 +16,16 @@ _CLIP = ("clip_low", "clip_high")
 
 ADVANTAGES: dict[str, tuple[str, ...]] = {
     "reinforce": ("gamma", *_WHITENED),
-    "rloo": ("singleton",),
+    "rloo": ("singleton", *_WHITENED),
     "reinforce_pp": ("gamma", *_WHITENED),
-    "reinforce_pp_baseline": (*_WHITENED, "singleton"),
-    "grpo": ("std", "eps", "singleton", "scale", "leave_one_out"),
-    "grpo_process": ("std", "eps", "singleton"),
-    "dr_grpo": ("singleton",),
+    "reinforce_pp_baseline": ("singleton", *_WHITENED),
+    "grpo": ("singleton", "scale", "leave_one_out", *_WHITENED),
+    "grpo_process": ("singleton", *_WHITENED),
+    "dr_grpo": ("singleton", *_WHITENED),
     "remax": ("gamma", *_WHITENED),
     "gae": ("gamma", "lam", *_WHITENED),
-    "opo": ("singleton",),
-    "gpg": ("singleton",),
+    "opo": ("singleton", *_WHITENED),
+    "gpg": ("singleton", *_WHITENED),
 }
 LOSSES: dict[str, tuple[str, ...]] = {
     "ppo_clip": (*_CLIP, "dual_clip"),

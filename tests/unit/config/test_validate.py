@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
-from megarl.algorithms.advantages import _maybe_whitened
 from megarl.config import names
 from megarl.config.create import hf_config
 from megarl.config.load import parse_config, resolved_yaml
@@ -188,20 +187,18 @@ def test_warnings_name_the_values() -> None:
 
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
-    for known, functions in (
-        (names.ADVANTAGES, ADVANTAGES),
-        (names.LOSSES, LOSSES),
-        (names.CORRECTIONS, CORRECTIONS),
+    for known, functions, common in (
+        (names.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
+        (names.LOSSES, LOSSES, set()),
+        (names.CORRECTIONS, CORRECTIONS, set()),
     ):
-        options = {name: options_of(function.args[0]) for name, function in functions.items()}
+        options = {name: options_of(function.args[0]) | common for name, function in functions.items()}
         assert {name: set(of) for name, of in known.items()} == options
 
 
 def options_of(rule: Callable[..., Any]) -> set[str]:
-    """The keywords of a rule, but for what the loop makes; `**scaling` stands for those of the whitening."""
+    """The keywords of a rule, but for what the loop makes."""
     of = signature(rule).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in of):
-        of = [*of, *signature(_maybe_whitened).parameters.values()]
     return {p.name for p in of if p.kind is p.KEYWORD_ONLY} - {"select_T"}
 
 
