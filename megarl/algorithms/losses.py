@@ -20,6 +20,7 @@ from megarl.algorithms.segments import Rows, clean
 __all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
 
 LOG_RATIO_LIMIT = 20.0
+ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,10 @@ def clip_cov(
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
     """-A ratio, plus coef |l - o| on the tokens of SELECT["kl_cov"]: arXiv 2505.22617."""
     loss_T = -tokens.advantages_T * tokens.ratio_T
-    penalty_T = kl_coef * (tokens.logprobs_T - tokens.old_logprobs_T).abs()
+    gap_T = tokens.logprobs_T - tokens.old_logprobs_T
+    # before the first update the gap is rounding, whose sign would be the gradient
+    gap_T = torch.where(gap_T.abs() < ROUNDING, gap_T.detach(), gap_T)
+    penalty_T = kl_coef * gap_T.abs()
     return loss_T if select_T is None else loss_T + clean(penalty_T, select_T)
 
 

@@ -41,7 +41,7 @@ def add_advantages(
     batch: TrainBatch, logprobs: LogProbs, algorithm: Algorithm, state: ObjectiveState
 ) -> tuple[ScoredBatch, ObjectiveState]:
     """Clip the outcome rewards, normalise them, subtract KL where it belongs to the reward, estimate advantages: in
-    that order (DAPO's overlong shaping comes before all of it, in `megarl.rollout.schedule`).
+    that order (overlong shaping comes before all of it, in `megarl.rollout.shaping`).
 
     The state that comes back is the next batch's: this one is weighed with the coefficient that came in.
     """

@@ -60,6 +60,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
     check_model(config, shape)
+    _check_moe(config, shape)
     if samples and not gpus:
         _check_cpu_engine(shape)
     _check_world(config, world, env)
@@ -105,8 +106,6 @@ def _check_not_yet(config: Config) -> None:
         ("rollout.expert", config.rollout.expert, 1),
         ("rollout.replicas", config.rollout.replicas, None),
         ("rollout.max_staleness", config.rollout.max_staleness, 0),
-        ("moe.aux_loss", config.moe.aux_loss, 0.0),
-        ("moe.dispatcher", config.moe.dispatcher, "alltoall"),
         ("precision.fp8", config.precision.fp8, None),
         ("telemetry.tensorboard", config.telemetry.tensorboard, False),
         ("telemetry.wandb", config.telemetry.wandb, None),
@@ -185,6 +184,18 @@ def _check_stages(shape: ModelShape, pipeline: int, virtual: int) -> None:
     if shape.layers < pipeline * virtual:
         raise ValueError(
             f"layers={shape.layers} cannot fill pipeline x virtual_pipeline = {pipeline} x {virtual} chunks; lower one"
+        )
+
+
+def _check_moe(config: Config, shape: ModelShape) -> None:
+    moe = config.moe
+    for key, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update_rate", moe.bias_update_rate)):
+        if value and not shape.is_moe:
+            raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
+    if moe.bias_update_rate and not shape.router.corrected:
+        raise ValueError(
+            f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to move; "
+            "set it to 0 and give moe.aux_loss a coefficient"
         )
 
 
@@ -294,6 +305,11 @@ def _check_objective(config: Config) -> None:
         raise ValueError(
             f"algorithm.loss=gspo takes one advantage a row, and advantage={algorithm.advantage} with kl.where="
             f"{kl.where} gives one a token; use advantage=grpo, or loss=ppo_clip"
+        )
+    if algorithm.advantage == "grpo_process" and kl.where == "reward" and kl.coef > 0:
+        raise ValueError(
+            "algorithm.advantage=grpo_process looks at rewards where a step ends, and would lose most of the KL that "
+            "kl.where=reward puts on every token; set kl.where=loss"
         )
     if kl.target is not None and kl.coef == 0:
         raise ValueError(f"algorithm.kl.target={kl.target} adapts a coefficient of 0, which stays 0; give kl.coef")
