@@ -211,8 +211,19 @@ class Launch(Section):
 
 
 class Moe(Section):
-    aux_loss: float = Field(default=0.0, ge=0)
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Terms of the routers (megarl.actor.moe), weighed like the policy loss; bias_update_rate is the way without one."""
+
+    aux_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of the balance of experts
+    # per_sequence: within each row, so the same in every layout. megatron: over whole micro-batches, as Megatron-Core's
+    # own, so its gradient depends on how rows are packed and on the number of data-parallel ranks
+    aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
+    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of mean logsumexp(logits)^2
+    bias_update_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of the bias DeepSeek-V3's routers have
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to one length
+
+    @property
+    def acts(self) -> bool:
+        return self.aux_loss > 0 or self.z_loss > 0 or self.bias_update_rate > 0
 
 
 class Eval(Section):
