@@ -92,6 +92,11 @@ def test_torchrun_sets_the_world() -> None:
         ({"algorithm": {"loss_options": {"clip_low": 1}}}, {}, ["write algorithm.clip_low"]),
         ({"algorithm": {"select_options": {"share": 1}}}, {}, ["select_options.share", "loss=ppo_clip", "none"]),
         ({"algorithm": {"preset": "reinforce_pp", "loss": "gspo"}}, {}, ["loss=gspo", "reinforce_pp", "one a token"]),
+        (
+            {"algorithm": {"advantage": "grpo_process", "kl": {"where": "reward", "coef": 0.1}}},
+            {},
+            ["grpo_process", "kl.where=loss"],
+        ),
         ({"algorithm": {"bypass": True}}, {}, ["bypass=true", "correction=tis", "correction=none"]),
         ({"algorithm": {"kl": {"target": 0.1}}}, {}, ["kl.target=0.1", "kl.coef"]),
         ({"algorithm": {"kl": {"estimator": "k1", "coef": 0.1}}}, {}, ["k1 in the loss", "k3+"]),
