@@ -138,10 +138,10 @@ def _ask(worker: subprocess.Popen[bytes], task: bytes, timeout_s: float) -> tupl
 
 def _read(worker: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
     assert worker.stdout is not None
-    data = b""
+    poll, data = select.poll(), b""  # select() cannot, where a process has more than 1024 files open
+    poll.register(worker.stdout, select.POLLIN)
     while len(data) < size:
-        ready, _, _ = select.select([worker.stdout], [], [], max(deadline - time.monotonic(), 0))
-        if not ready:
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
             raise TooSlow
         more = os.read(worker.stdout.fileno(), size - len(data))
         if not more:

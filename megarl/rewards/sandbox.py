@@ -152,14 +152,18 @@ class _Jailed:
         """Reads until the process is gone; why it must be stopped, or nothing. The clock starts again at each line."""
         assert process.stdout is not None
         stdout = process.stdout.fileno()
-        reading, seen = {stdout, report}, 0
+        reading, seen, poll = {stdout, report}, 0, select.poll()  # select() ends at 1024 open files
+        for stream in reading:
+            poll.register(stream, select.POLLIN)
         late = min(time.monotonic() + START_S, deadline)
         while True:
-            ready = select.select(list(reading), [], [], GLANCE_S)[0] if reading else time.sleep(GLANCE_S / 10)
-            for stream in ready or ():
+            if not reading:
+                time.sleep(GLANCE_S / 10)
+            for stream, _ in poll.poll(GLANCE_S * 1000) if reading else ():
                 data = os.read(stream, STREAM)
                 if not data:
                     reading.discard(stream)
+                    poll.unregister(stream)
                 elif stream == stdout:
                     self.output += data
                 else:

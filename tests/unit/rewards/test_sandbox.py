@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -221,3 +222,16 @@ def test_bombs_of_every_kind_at_once():
     }  # fmt: skip
     assert time.monotonic() - start < 60
     assert not [line for line in processes() if "jail.py" in line]
+
+
+def test_a_trainer_with_many_open_files():
+    """Descriptors above 1023, which select() cannot wait for, and a limit the child must live with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run_program("print(1)", "", Limits(time_s=20)).output == b"1\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
