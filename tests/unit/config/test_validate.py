@@ -71,7 +71,6 @@ def test_torchrun_sets_the_world() -> None:
         ({"train": {"min_lr": 1.0}}, {}, ["min_lr=1.0", "lr=1e-06"]),
         ({"rewards": []}, {}, ["rewards is empty"]),
         ({"algorithm": {"advantage": "nope"}}, {}, ["algorithm.advantage='nope'", "grpo"]),
-        ({"parallel": {"context": 2}}, {}, ["parallel.context=2", "leave it at 1"]),
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"telemetry": {"wandb": "x"}}, {}, ["telemetry.wandb=x", "null"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
