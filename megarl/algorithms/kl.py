@@ -17,22 +17,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megarl.algorithms.segments import at_least_fp32
+
 __all__ = ["KL", "adapt"]
 
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; only the exponent is limited
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    return logprobs_T - ref_logprobs_T
+    dtype = at_least_fp32(logprobs_T.dtype)
+    return logprobs_T.to(dtype) - ref_logprobs_T.to(dtype)
 
 
 def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    return (logprobs_T - ref_logprobs_T).square() / 2
+    return k1(logprobs_T, ref_logprobs_T).square() / 2
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
     """`value_clamp` 10 is what several trainers do; there the gradient is 0 where the policy is furthest away."""
-    delta_T = logprobs_T - ref_logprobs_T
+    delta_T = k1(logprobs_T, ref_logprobs_T)
     value_T = torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
     return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
 
@@ -44,7 +47,7 @@ def k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | 
 
 
 def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    return (logprobs_T - ref_logprobs_T).abs()
+    return k1(logprobs_T, ref_logprobs_T).abs()
 
 
 KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}

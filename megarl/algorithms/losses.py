@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import Rows, clean
+from megarl.algorithms.segments import Rows, at_least_fp32, clean
 
 __all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
 
@@ -25,18 +26,25 @@ ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by l
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The cleaned inputs of every loss. `logprobs_T` carries the gradient."""
+    """The inputs of every loss, in fp32 at least. The two given ones may hold anything on False positions."""
 
-    logprobs_T: Tensor
-    old_logprobs_T: Tensor
-    advantages_T: Tensor
+    given_logprobs_T: Tensor  # carries the gradient
+    given_old_T: Tensor
+    advantages_T: Tensor  # clean
     mask_T: Tensor
     cu_seqlens: Tensor
 
     @property
+    def logprobs_T(self) -> Tensor:
+        return clean(self.given_logprobs_T, self.mask_T)
+
+    @property
+    def log_ratio_T(self) -> Tensor:
+        return clean(self.given_logprobs_T - self.given_old_T, self.mask_T)
+
+    @property
     def ratio_T(self) -> Tensor:
-        log_ratio_T = self.logprobs_T - self.old_logprobs_T
-        return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return self.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _per_token(
@@ -48,33 +56,72 @@ def _per_token(
     cu_seqlens: Tensor,
     **options: object,
 ) -> Tensor:
-    mask_T = mask_T.bool()
-    logprobs_T, old_logprobs_T, advantages_T = (
-        clean(x_T, mask_T) for x_T in (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
-    )
-    return rule(_Tokens(logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens), **options)
+    dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
+    advantages_T = clean(advantages_T.detach(), mask_T).to(dtype)
+    given = (logprobs_T.to(dtype), old_logprobs_T.detach().to(dtype))
+    return rule(_Tokens(*given, advantages_T, mask_T, cu_seqlens), **options)
+
+
+class _Clipped(torch.autograd.Function):
+    """-A times the ratio, bounded on the side that A pushes it to. Kept for the gradient is the loss and a bit a token:
+    d loss / d log-ratio is the loss itself where no bound acts, else 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, dual: float | None
+    ) -> Tensor:
+        ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        is_free_T = ratio_T == log_ratio_T
+        ratio_T = ratio_T.exp_()
+        loss_T = torch.where(advantages_T > 0, ratio_T.clamp(max=1 + high), ratio_T.clamp(1 - low, dual))
+        is_free_T &= ratio_T == loss_T
+        loss_T.mul_(advantages_T).neg_()
+        ctx.save_for_backward(loss_T, is_free_T)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        loss_T, is_free_T = ctx.saved_tensors
+        return clean(grad_T[0] * loss_T, is_free_T), None, None, None, None
 
 
 def ppo_clip(
-    tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = 10.0
+    tokens: _Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = 10.0,
+    ratio: Literal["token", "sequence"] = "token",
 ) -> Tensor:
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A < 0.
 
-    Schulman et al. 2017; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020, arXiv 1912.09729.
+    Schulman et al. 2017; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020, arXiv 1912.09729. With
+    `ratio` "sequence" each token's is that of its whole row, pi(row) / pi_old(row): RLOO, arXiv 2402.14740.
     """
-    ratio_T, advantages_T = tokens.ratio_T, tokens.advantages_T
-    loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is None:
-        return loss_T
-    return torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)
+    return _Clipped.apply(_log_ratio(tokens, ratio), tokens.advantages_T, clip_low, clip_high, dual_clip)
+
+
+def _log_ratio(tokens: _Tokens, ratio: str) -> Tensor:
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
+    if ratio == "token":
+        return tokens.log_ratio_T
+    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
+    return rows.spread(rows.sum(tokens.log_ratio_T))
 
 
 def ppo_clipped(
-    tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = 10.0
+    tokens: _Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = 10.0,
+    ratio: Literal["token", "sequence"] = "token",
 ) -> Tensor:
     """[T] bool: the clip (or dual clip) took this token's gradient."""
-    too_high_T = (tokens.advantages_T < 0) & (tokens.ratio_T > (dual_clip or float("inf")))
-    return _clips(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high) | too_high_T
+    ratio_T = _log_ratio(tokens, ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    too_high_T = (tokens.advantages_T < 0) & (ratio_T > (dual_clip or float("inf")))
+    return _clips(ratio_T, tokens.advantages_T, clip_low, clip_high) | too_high_T
 
 
 def reinforce(tokens: _Tokens) -> Tensor:
@@ -98,19 +145,18 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
     if bool((uneven_T & tokens.mask_T).any()):
         raise ValueError("loss=gspo needs one advantage a row, as grpo or rloo give; these differ within a row")
-    ratio_T = _row_ratio(tokens, rows)
-    return torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+    return _Clipped.apply(_row_log_ratio(tokens, rows), advantages_T, clip_low, clip_high, None)
 
 
-def _row_ratio(tokens: _Tokens, rows: Rows) -> Tensor:
-    """[T]: s of each token's row, with the gradient of the token's own log-prob."""
-    log_ratio_N = rows.mean((tokens.logprobs_T - tokens.old_logprobs_T).detach())
-    log_ratio_T = rows.spread(log_ratio_N) + (tokens.logprobs_T - tokens.logprobs_T.detach())
-    return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def _row_log_ratio(tokens: _Tokens, rows: Rows) -> Tensor:
+    """[T]: log s of each token's row, with the gradient of the token's own log-prob."""
+    log_ratio_T = tokens.log_ratio_T
+    return rows.spread(rows.mean(log_ratio_T.detach())) + (log_ratio_T - log_ratio_T.detach())
 
 
 def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    ratio_T = _row_ratio(tokens, Rows.of(tokens.mask_T, tokens.cu_seqlens))
+    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
+    ratio_T = _row_log_ratio(tokens, rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return _clips(ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
@@ -138,15 +184,14 @@ def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Ten
 def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
     """-A e^(mean of log-ratios, each clipped on the side its advantage pushes to): arXiv 2507.20673."""
     rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
-    log_ratio_T, sign_T = tokens.logprobs_T - tokens.old_logprobs_T, tokens.advantages_T.sign()
+    log_ratio_T, sign_T = tokens.log_ratio_T, tokens.advantages_T.sign()
     clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
     ratio_N = rows.mean(clipped_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return rows.spread(-rows.mean(tokens.advantages_T) * ratio_N)
 
 
 def gmpo_clipped(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
-    log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
-    return _clips(1 + log_ratio_T, tokens.advantages_T, clip_low, clip_high)
+    return _clips(1 + tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
 def clip_cov(
@@ -160,7 +205,7 @@ def clip_cov(
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
     """-A ratio, plus coef |l - o| on the tokens of SELECT["kl_cov"]: arXiv 2505.22617."""
     loss_T = -tokens.advantages_T * tokens.ratio_T
-    gap_T = tokens.logprobs_T - tokens.old_logprobs_T
+    gap_T = tokens.log_ratio_T
     # before the first update the gap is rounding, whose sign would be the gradient
     gap_T = torch.where(gap_T.abs() < ROUNDING, gap_T.detach(), gap_T)
     penalty_T = kl_coef * gap_T.abs()

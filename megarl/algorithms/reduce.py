@@ -19,11 +19,11 @@ __all__ = ["AGGREGATIONS", "WEIGHTS"]
 
 
 def _token_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
-    return torch.ones_like(rows.num_tokens_N, dtype=torch.float64) / rows.num_tokens_N.sum().clamp(min=1)
+    return _token_sum(rows, group_N, constant) / rows.num_tokens_N.sum().clamp(min=1)
 
 
 def _token_sum(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
-    return torch.ones_like(rows.num_tokens_N, dtype=torch.float64)
+    return torch.ones((), dtype=torch.float64, device=rows.mask_T.device)
 
 
 def _seq_mean_token_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
@@ -46,14 +46,14 @@ def _seq_mean_token_sum_norm(rows: Rows, group_N: Tensor | None, constant: float
 def _prompt_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
     if group_N is None:
         raise ValueError("prompt-mean needs group_N [N], the group of each row")
-    group_N = group_N.to(rows.row_T.device)
+    group_N = group_N.to(rows.mask_T.device)
     groups = Groups.of(group_N, rows.num_tokens_N > 0)
     num_prompts = torch.unique(group_N[rows.num_tokens_N > 0]).numel()
     return 1.0 / (groups.sum(rows.num_tokens_N.double()).clamp(min=1) * max(num_prompts, 1))
 
 
 def _weights(
-    of_rows: Callable[[Rows, Tensor | None, float | None], Tensor],
+    rule: Callable[[Rows, Tensor | None, float | None], Tensor],
     mask_T: Tensor,
     cu_seqlens: Tensor,
     group_N: Tensor | None = None,
@@ -62,11 +62,12 @@ def _weights(
 ) -> Tensor:
     """[T] fp64: what one token's loss weighs in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)
-    return rows.spread(of_rows(rows, group_N, constant))
+    weight_N = rule(rows, group_N, constant)
+    return rows.spread(weight_N) if weight_N.ndim else clean(weight_N, rows.mask_T)
 
 
 def _aggregate(
-    of_rows: Callable[[Rows, Tensor | None, float | None], Tensor],
+    rule: Callable[[Rows, Tensor | None, float | None], Tensor],
     loss_T: Tensor,
     mask_T: Tensor,
     cu_seqlens: Tensor,
@@ -74,11 +75,14 @@ def _aggregate(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    weights_T = _weights(of_rows, mask_T, cu_seqlens, group_N, constant=constant)
-    return (clean(loss_T, mask_T.bool()) * weights_T.to(loss_T.dtype)).sum()
+    rows = Rows.of(mask_T, cu_seqlens)
+    loss_T, weight_N = clean(loss_T, rows.mask_T), rule(rows, group_N, constant)
+    if not weight_N.ndim:  # of every row the same
+        return loss_T.sum() * weight_N.to(loss_T.dtype)
+    return (loss_T * rows.spread(weight_N).to(loss_T.dtype)).sum()
 
 
-_OF_ROWS = {
+_OF_ROWS = {  # what a token of each row weighs: [N] fp64, or [] where that is the same in every row
     "token-mean": _token_mean,
     "token-sum": _token_sum,
     "seq-mean-token-mean": _seq_mean_token_mean,

@@ -11,11 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "Rows", "clean"]
+__all__ = ["Groups", "Rows", "at_least_fp32", "clean"]
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """What the arithmetic is done in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """`x_T` with exact 0 where the mask is False; the gradient there is exactly 0 too."""
+    """`x_T` with exact 0 where the mask is False, half precision as fp32; the gradient there is exactly 0 too."""
+    x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T
     return torch.where(mask_T, x_T, x_T.new_zeros(()))
 
 
@@ -25,17 +31,19 @@ class Rows:
 
     mask_T: Tensor  # [T] bool
     cu_seqlens: Tensor  # [N + 1]
-    row_T: Tensor  # [T] int64
     num_tokens_N: Tensor  # [N] int64: True positions of each row
 
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
-        mask_T = mask_T.bool()
-        lengths_N = cu_seqlens.diff().long()
-        rows_N = torch.arange(lengths_N.numel(), device=mask_T.device)
-        row_T = torch.repeat_interleave(rows_N, lengths_N.to(mask_T.device), output_size=mask_T.numel())
-        until_T = torch.nn.functional.pad(mask_T.cumsum(0), (1, 0))
-        return cls(mask_T, cu_seqlens, row_T, until_T[cu_seqlens.long()].diff())
+        mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
+        until_T = torch.nn.functional.pad(mask_T.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(mask_T, cu_seqlens, until_T[cu_seqlens].diff().long())
+
+    @property
+    def row_T(self) -> Tensor:
+        """[T] int32"""
+        rows_N = torch.arange(self.num_tokens_N.numel(), dtype=torch.int32, device=self.mask_T.device)
+        return torch.repeat_interleave(rows_N, self.cu_seqlens.diff(), output_size=self.mask_T.numel())
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[N]: the sum of each row of `x_T`, which is clean."""

@@ -14,14 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Spans", "at_least_fp32", "lay", "pick"]
+__all__ = ["Spans", "lay", "pick"]
 
 RARE = 1 / 16  # of the positions: up to here spans are found one by one
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """All arithmetic is done in fp32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def pick(x_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megarl.algorithms.spans import at_least_fp32, lay, pick
+from megarl.algorithms.segments import at_least_fp32
+from megarl.algorithms.spans import lay, pick
 
 __all__ = ["Stats", "stats_of", "whiten", "whiten_", "whiten_stats"]
 

@@ -28,7 +28,7 @@ ADVANTAGES: dict[str, tuple[str, ...]] = {
     "gpg": ("singleton", *_WHITENED),
 }
 LOSSES: dict[str, tuple[str, ...]] = {
-    "ppo_clip": (*_CLIP, "dual_clip"),
+    "ppo_clip": (*_CLIP, "dual_clip", "ratio"),
     "gspo": _CLIP,
     "cispo": _CLIP,
     "reinforce": (),
