@@ -11,10 +11,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.launch.outcome import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
 from megarl.platform.env import get_env
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 __all__ = ["main"]
 
@@ -168,8 +171,22 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     code = launch(materialize_model(config), env, job, command=command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
+            if config.stage == "rl":
+                _write_plan(config, job.world)
             _report(run_dir(config))
     return code
+
+
+def _write_plan(config: Config, world: int) -> None:
+    """The plan of the run's weight sync, for its report."""
+    import json
+
+    from megarl.config.load import run_dir
+    from megarl.planner.weights import plan_weights
+    from megarl.telemetry.report import PLAN
+
+    config = config.model_copy(update={"launch": config.launch.model_copy(update={"processes": world})})
+    (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)), encoding="utf-8")
 
 
 def _make(folder: Path, *, dry_run: bool) -> None:

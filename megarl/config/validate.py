@@ -28,14 +28,11 @@ from megarl.config.names import (
     TOKEN_ADVANTAGES,
 )
 from megarl.config.schema import Algorithm, Config
+from megarl.config.sizes import check_cpu_engine, check_layers, check_model
 from megarl.layout import Layout, smallest_world
 from megarl.platform.env import Env, count_gpus
 
-__all__ = ["Job", "check_config", "check_model", "model_shape"]
-
-
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
-CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the one size its kernel is compiled for
+__all__ = ["Job", "check_config", "model_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +57,10 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
     check_model(config, shape)
+    check_layers(shape)
     _check_moe(config, shape)
     if samples and not gpus:
-        _check_cpu_engine(shape)
+        check_cpu_engine(shape)
     _check_world(config, world, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
@@ -124,69 +122,6 @@ def _world_size(config: Config, env: Env, gpus: int) -> int:
     return gpus or smallest_world(config.parallel.sizes, config.rollout.tensor)
 
 
-def _divides(name: str, size: int, by: str, count: int) -> None:
-    if size % count:
-        divisors = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
-        raise ValueError(
-            f"{name}={size} is not divisible by {by}={count}; choose {by} from {', '.join(map(str, divisors))}"
-        )
-
-
-def check_model(config: Config, shape: ModelShape) -> None:
-    """The sizes of the model against those of the layouts."""
-    sizes, engine = config.parallel, config.rollout.tensor
-    _divides("heads", shape.heads, "parallel.tensor", sizes.tensor)
-    _divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
-    _check_stages(shape, sizes.pipeline, sizes.virtual_pipeline)
-    _divides("heads", shape.heads, "rollout.tensor", engine)
-    if shape.kv_heads % engine and engine % shape.kv_heads:  # vLLM repeats key-value heads beyond their number
-        raise ValueError(
-            f"kv_heads={shape.kv_heads} and rollout.tensor={engine} do not divide one another; "
-            f"choose rollout.tensor from the divisors or multiples of {shape.kv_heads}"
-        )
-    if shape.is_moe:
-        _divides("experts", shape.experts, "parallel.expert", sizes.expert)
-        _divides("moe_intermediate", shape.moe_intermediate, "parallel.expert_tensor", sizes.expert_tensor)
-        _check_engine_experts(config, shape)
-        _divides("shared experts' intermediate", shape.shared_intermediate, "parallel.tensor", sizes.tensor)
-        _divides("shared experts' intermediate", shape.shared_intermediate, "rollout.tensor", engine)
-        _check_router(shape)
-    else:
-        for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor)):
-            if size > 1:
-                raise ValueError(f"parallel.{key}={size}, but the model ({shape.family}) has no experts; set it to 1")
-        if config.rollout.expert > 1:
-            raise ValueError(f"rollout.expert={config.rollout.expert}, but {shape.family} has no experts; set it to 1")
-    if shape.dense_layers or not shape.is_moe:
-        _divides("intermediate", shape.intermediate, "parallel.tensor", sizes.tensor)
-        _divides("intermediate", shape.intermediate, "rollout.tensor", engine)
-
-
-def _check_engine_experts(config: Config, shape: ModelShape) -> None:
-    tensor, expert = config.rollout.tensor, config.rollout.expert
-    if expert == 1:
-        _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", tensor)
-        return
-    _divides("experts", shape.experts, "rollout.expert", expert)
-    if expert % tensor:
-        raise ValueError(
-            f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM spreads experts over all "
-            f"ranks of a replica; use {-(-expert // tensor) * tensor}, or 1"
-        )
-
-
-def _check_stages(shape: ModelShape, pipeline: int, virtual: int) -> None:
-    """Stages may be uneven, but none is empty."""
-    if virtual > 1 and pipeline == 1:
-        raise ValueError(
-            f"parallel.virtual_pipeline={virtual} cuts pipeline stages; set it to 1, or pipeline to 2 or more"
-        )
-    if shape.layers < pipeline * virtual:
-        raise ValueError(
-            f"layers={shape.layers} cannot fill pipeline x virtual_pipeline = {pipeline} x {virtual} chunks; lower one"
-        )
-
-
 def _check_moe(config: Config, shape: ModelShape) -> None:
     moe = config.moe
     for key, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update_rate", moe.bias_update_rate)):
@@ -196,34 +131,6 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
         raise ValueError(
             f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to move; "
             "set it to 0 and give moe.aux_loss a coefficient"
-        )
-
-
-def _check_router(shape: ModelShape) -> None:
-    """Routers that Hugging Face's config can ask for and Megatron-Core's router is not."""
-    router, chosen = shape.router, shape.experts_per_token
-    if router.scores == "sigmoid" and not router.renormalise and chosen > 1:
-        raise ValueError("norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; set it to true")
-    if router.groups > 1 and chosen != 2 * router.groups_per_token:
-        raise ValueError(
-            f"num_experts_per_tok={chosen} from topk_group={router.groups_per_token} of n_group={router.groups}: "
-            "Megatron-Core scores a group by its best num_experts_per_tok / topk_group experts and the model by its "
-            "best 2; only where these agree are they supported"
-        )
-
-
-def _check_cpu_engine(shape: ModelShape) -> None:
-    """vLLM notices this itself, at its first forward pass."""
-    if shape.latent is not None:
-        if (shape.latent.kv_rank, shape.latent.rope) != CPU_LATENT:
-            raise ValueError(
-                f"kv_lora_rank={shape.latent.kv_rank}, qk_rope_head_dim={shape.latent.rope}, and vLLM's latent "
-                f"attention on CPU takes {CPU_LATENT[0]} and {CPU_LATENT[1]} only; choose these, or run on a GPU"
-            )
-    elif shape.head_dim not in CPU_HEAD_DIMS:
-        raise ValueError(
-            f"head_dim={shape.head_dim}, and vLLM's attention on CPU takes {', '.join(map(str, CPU_HEAD_DIMS))} only; "
-            "choose one of these for model.create.head_dim, or run on a GPU"
         )
 
 

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
-from megarl.config.validate import check_model, model_shape
+from megarl.config.sizes import check_model
+from megarl.config.validate import model_shape
 from megarl.layout import smallest_world
 from megarl.weights.dealer import Fleet
 from megarl.weights.flows import Flows, plan_flows

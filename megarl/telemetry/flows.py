@@ -43,17 +43,17 @@ def draw_flows(plan: Mapping[str, Any], file: Path) -> None:
         ranks = [count for count, of in zip(out, stages, strict=True) if of == stage]
         _box(axes, span, LEFT - BOX, colours[stage])
         _strip(axes, span, LEFT - BOX - STRIP, ranks, max(out))
-        _label(axes, span, LEFT - BOX - STRIP - 0.01, f"stage {stage}: {len(ranks)} x {_gb(ranks)}", "right")
+        _label(axes, span, LEFT - BOX - STRIP - 0.01, f"stage {stage}: {len(ranks)} x {_amount(*ranks)}", "right")
     for replica, span in enumerate(right):
         ranks = taken[replica * size : (replica + 1) * size]
         _box(axes, span, RIGHT, INK)
         _strip(axes, span, RIGHT + BOX, ranks, max(taken))
-        _label(axes, span, RIGHT + BOX + STRIP + 0.01, f"replica {replica}: {len(ranks)} x {_gb(ranks)}", "left")
+        _label(axes, span, RIGHT + BOX + STRIP + 0.01, f"replica {replica}: {len(ranks)} x {_amount(*ranks)}", "left")
     axes.set_xlim(-0.42, 1.42)
     axes.set_ylim(1.01, -0.01)
     axes.axis("off")
     figure.suptitle(_title(plan), color=INK, fontsize=12, x=0.01, ha="left")
-    figure.supxlabel("GB a GPU sends (left) and receives (right) in one sync, least to most", color=FAINT, fontsize=9)
+    figure.supxlabel("what a GPU sends (left) and receives (right) in one sync, least to most", color=FAINT, fontsize=9)
     figure.savefig(file, dpi=130)
     plt.close(figure)
 
@@ -61,15 +61,19 @@ def draw_flows(plan: Mapping[str, Any], file: Path) -> None:
 def _title(plan: Mapping[str, Any]) -> str:
     trainer, engine = plan["trainer"], plan["engine"]
     return (
-        f"{plan['model']}, {plan['model_bytes'] / 1e9:,.0f} GB: {trainer['layout']} on {trainer['gpus']} GPUs to "
-        f"{engine['replicas']} x tp{engine['tensor']}\n{plan['predicted_seconds']:.3g} s on {plan['gpu'].upper()} links "
-        f"({plan['predicted_over_floor']:.2f}x the floor), busiest link {plan['busiest_link_over_mean']:.2f}x the mean"
+        f"{plan['model']}, {_amount(plan['model_bytes'])}: {trainer['layout']} on {trainer['gpus']} GPUs to "
+        f"{engine['replicas']} x tp{engine['tensor']}\n"
+        f"{plan['predicted_seconds']:.3g} s on {plan['gpu'].upper()} links ({plan['predicted_over_floor']:.2f}x "
+        f"the floor), busiest link {plan['busiest_link_over_mean']:.2f}x the mean"
     )
 
 
-def _gb(ranks: Sequence[int]) -> str:
-    least, most = (f"{value / 1e9:.3g}" for value in (min(ranks), max(ranks)))
-    return f"{most} GB" if least == most else f"{least}-{most} GB"
+def _amount(*counts: int) -> str:
+    """Bytes, least to most."""
+    least, most = min(counts), max(counts)
+    size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= pair[0] / 2), (1.0, "B"))
+    shown = f"{most / size:,.4g} {unit}"
+    return shown if f"{least / size:,.4g} {unit}" == shown else f"{least / size:,.4g}-{shown}"
 
 
 def _spans(totals: Sequence[int]) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """A run in one look: report.png (curves) and report.html (the picture, the last numbers, sampled text). No torch.
 
-metrics.jsonl, rollouts/step_*.jsonl --write_report--> report.png, report.html (self-contained)
+metrics.jsonl, rollouts/step_*.jsonl, weights_plan.json --write_report--> report.png, report.html (self-contained)
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.telemetry.flows import draw_flows
 from megarl.telemetry.metrics import read_metrics
 
-__all__ = ["write_report"]
+__all__ = ["PLAN", "write_report"]
+
+PLAN = "weights_plan.json"  # of a run directory; what `megarl plan --weights --json` prints
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -187,6 +190,7 @@ def _page(folder: Path, rows: Rows, fresh: Rows, picture: bytes) -> str:
             else []
         ),
         *_sample_tables(folder),
+        *_weights(folder),
         "<h2>First and last step</h2>",
         _table(
             ("metric", "first", "last"), [(k, _shown(rows[0].get(k)), _shown(v)) for k, v in rows[-1].items()], "num"
@@ -195,6 +199,16 @@ def _page(folder: Path, rows: Rows, fresh: Rows, picture: bytes) -> str:
     if (config := folder / "config.yaml").is_file():
         parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text(encoding='utf-8'))}</pre>")
     return "\n".join(parts) + "\n"
+
+
+def _weights(folder: Path) -> list[str]:
+    """What a weight sync moves from stages to replicas, where the launcher left its plan."""
+    if not (folder / PLAN).is_file():
+        return []
+    picture = folder / "weights_plan.svg"
+    draw_flows(json.loads((folder / PLAN).read_text(encoding="utf-8")), picture)
+    image = base64.b64encode(picture.read_bytes()).decode()
+    return ["<h2>Weight sync</h2>", f"<img alt='flows' src='data:image/svg+xml;base64,{image}'>"]
 
 
 def _sample_tables(folder: Path, count: int = 6) -> list[str]:

@@ -223,6 +223,12 @@ def algorithm_of(**values: Any) -> Any:
     return made({"algorithm": values}).algorithm
 
 
+def test_a_family_whose_layers_are_not_built_is_planned_only() -> None:
+    folder = Path(__file__).resolve().parents[3] / "configs" / "models" / "gpt_oss_120b"
+    with pytest.raises(ValueError, match=r"gpt_oss can be planned .* but not run in this version"):
+        check_config(parse_config({"model": {"path": str(folder)}}), ALONE)
+
+
 def test_bounds_not_given_are_the_losss_own() -> None:
     """Another loss than the preset's brings its own; what is written acts."""
     gspo = algorithm_of(loss="gspo")
