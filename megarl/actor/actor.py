@@ -15,9 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megarl.actor.build import Groups, build_model, held_tensors, init_parallel, padded_vocab
-from megarl.actor.forward import Microbatch, Reading, pack, run
+from megarl.actor.forward import Reading, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
+from megarl.actor.microbatch import Microbatch, extended, length_of, pack
+from megarl.actor.moe import RouterTerms
 from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.actor.reference import Reference
 from megarl.actor.settings import transformer_config
@@ -51,14 +53,13 @@ class Actor:
     optimizer: MegatronOptimizer
     scheduler: LrSchedule
     reference: Reference | None  # None: the objective has no reference term
+    router_terms: RouterTerms | None  # None: no experts, or nothing is asked of their routers
 
     @classmethod
     def build(
         cls, config: Config, shape: ModelShape, layout: Layout, *, folder: str | Path, device: torch.device
     ) -> Actor:
         """The model of `folder` in this layout; torch.distributed must be initialised. Every rank must call."""
-        if config.moe.aux_loss:
-            raise ValueError(f"moe.aux_loss={config.moe.aux_loss} is not supported yet; set it to 0")
         use_te = device.type == "cuda"
         groups = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
         settings = transformer_config(
@@ -68,7 +69,9 @@ class Actor:
         load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
         chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, config.train)
-        actor = cls(config, shape, layout, groups, device, chunks, optimizer, LrSchedule(config.train), reference=None)
+        terms = RouterTerms(chunks, config.moe, shape, layout.tp) if shape.is_moe and config.moe.acts else None
+        scheduler = LrSchedule(config.train)
+        actor = cls(config, shape, layout, groups, device, chunks, optimizer, scheduler, None, terms)
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
@@ -85,12 +88,7 @@ class Actor:
 
     def logprobs(self, batch: TrainBatch) -> LogProbs:
         """Log-probs of `labels` under the current weights, and under the reference where there is one."""
-        lengths = batch.cu_seqlens.diff().tolist()
-        max_tokens = self.config.train.max_tokens_per_microbatch
-        (ranks,) = plan_rows(
-            lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens, multiple=microbatch_multiple(self.layout)
-        )
-        microbatches = [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
+        microbatches = self._microbatches(batch)
         old = self._score(batch, microbatches)
         if self.reference is None:
             return LogProbs(old, None)
@@ -122,7 +120,9 @@ class Actor:
         selected = self._selected(batch, ranks, index)
         zero_grad(self.model, self.optimizer)
         loss = UpdateLoss(batch, weights, selected, self.config.algorithm, self.device)
-        microbatches = [self._pack(batch, chosen) for chosen in ranks[self.layout.dp.rank]]
+        microbatches = self._packed(batch, ranks)
+        if self.router_terms is not None:
+            self.router_terms.begin(microbatches, weights, self.device)
         run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
         outcome = take_step(self.optimizer, lr=lr, clip_grad=self.config.train.clip_grad)
         sums = global_sums(loss.sums, counts=self._holds_outputs)
@@ -130,6 +130,8 @@ class Actor:
         metrics = token_means(sums, num_tokens)
         if self.config.algorithm.needs_reference:
             metrics["kl/coef"] = batch.kl_coef
+        if self.router_terms is not None:
+            metrics |= global_sums(self.router_terms.finish(step=not outcome.skipped), counts=True)
         return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
 
     def _selected(self, batch: ScoredBatch, ranks: PlannedUpdate, index: int) -> Tensor:
@@ -154,10 +156,20 @@ class Actor:
         (ranks,) = plan_rows(
             lengths, dp=self.layout.dp.size, updates=1, max_tokens=max_tokens, multiple=microbatch_multiple(self.layout)
         )
-        return [self._pack(batch, rows) for rows in ranks[self.layout.dp.rank]]
+        return self._packed(batch, ranks)
 
-    def _pack(self, batch: TrainBatch, rows: tuple[int, ...]) -> Microbatch:
-        return pack(batch, rows, tensor=self.layout.tp.size, context=self.layout.cp, device=self.device)
+    def _packed(self, batch: TrainBatch, ranks: PlannedUpdate) -> list[Microbatch]:
+        """This rank's micro-batches, of one length where Megatron asks for it."""
+        layout = self.layout
+        microbatches = [
+            pack(batch, rows, tensor=layout.tp.size, context=layout.cp, device=self.device)
+            for rows in ranks[layout.dp.rank]
+        ]
+        if self.model[0].config.variable_seq_lengths:
+            return microbatches
+        longest = torch.tensor(max(map(length_of, microbatches)), device=self.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return [extended(microbatch, int(longest)) for microbatch in microbatches]
 
     def _reading(self, batch: TrainBatch, *, entropy: bool) -> Reading:
         return Reading(self.groups, self.shape.vocab, batch.temperature, self.config.train.logprob_chunk, entropy)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from megarl.actor.context import attend
+from megarl.actor.moe import use_router
 
 __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "block_spec"]
 
@@ -139,6 +140,8 @@ def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: boo
 
         norm, layer_spec = TENorm, _te_layer
     specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
+    if True in specs:
+        use_router(specs[True])
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 

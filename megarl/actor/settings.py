@@ -23,12 +23,7 @@ Dispatcher = Literal["alltoall", "allgather"]
 def transformer_config(
     shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's settings for this model and layout.
-
-    Raises ValueError for a dispatcher that cannot carry packed micro-batches.
-    """
-    if dispatcher != "alltoall":
-        raise ValueError(f"moe.dispatcher={dispatcher} needs micro-batches of one length; set it to alltoall")
+    """Megatron's settings for this model and layout."""
     kind, more = TransformerConfig, {}
     if shape.latent is not None:
         kind, more = MLATransformerConfig, _latent_settings(shape, shape.latent)
@@ -58,9 +53,10 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Packed micro-batches differ in length. Virtual stages pad them to one (forward.run): with two ranks each is
-        # the other's next and previous, and lengths sent ahead in both directions would be taken for one another.
-        variable_seq_lengths=layout.vpp.size == 1,
+        # Packed micro-batches differ in length. Not with virtual stages: of two ranks each is the other's next and
+        # previous, and lengths sent ahead in both directions would be taken for one another. Nor with the allgather
+        # dispatcher, which gathers as many tokens from every expert rank.
+        variable_seq_lengths=layout.vpp.size == 1 and dispatcher == "alltoall",
         overlap_p2p_comm=layout.vpp.size > 1,  # which also gives each direction a group of its own
         batch_p2p_comm=layout.vpp.size == 1,
         moe_token_dispatcher_type=dispatcher,  # dense models too: Megatron checks it before it looks for experts

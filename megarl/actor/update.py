@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.actor.forward import Microbatch, pack
 from megarl.actor.logprobs import TokenOutputs
+from megarl.actor.microbatch import Microbatch, pack
 from megarl.algorithms.objective import LossInputs, token_losses
 from megarl.config.schema import Algorithm
 from megarl.layout import Axis

@@ -1,6 +1,6 @@
-"""One job of gloo ranks that takes one update in many layouts; rank 0 writes losses and gradients' differences as JSON.
+"""One job of gloo ranks that takes one update in many layouts; rank 0 writes how far each is from plain transformers.
 
-python context_ranks.py RESULTS.json WORLD [CHECK ...]      (one launch for all of test_context.py that this world holds)
+python context_ranks.py RESULTS.json WORLD [CHECK ...]      (one launch for all that test_context.py asks of a world)
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -35,10 +34,25 @@ DENSE: dict[int, list[dict[str, int]]] = {
         {},
         {"tensor": 2},
         {"pipeline": 2},
+        {"pipeline": 2, "virtual_pipeline": 2},
         {"context": 2},
         {"context": 4},
         {"tensor": 2, "context": 2},
         {"pipeline": 2, "context": 2},
+    ],
+}
+SPARSE: dict[int, list[dict[str, int]]] = {
+    4: [
+        {},
+        {"tensor": 2},
+        {"context": 2},
+        {"expert": 2},
+        {"tensor": 2, "expert_tensor": 2},
+        {"tensor": 2, "context": 2},
+        {"context": 2, "expert": 2},
+        {"context": 4, "expert": 4},
+        {"pipeline": 2, "expert": 2},
+        {"pipeline": 2, "virtual_pipeline": 2},
     ],
 }
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
@@ -138,7 +152,8 @@ def update(actor: Actor, scored: ScoredBatch) -> dict[str, Any]:
 
 def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
     """Differences from `true`; of a gradient: the largest of an element over the largest of the tensor."""
-    assert found["gradients"].keys() == true["gradients"].keys()
+    differ = found["gradients"].keys() ^ true["gradients"].keys()
+    assert not differ, sorted(differ)
     worst = {
         name: float((gradient - true["gradients"][name]).abs().max() / true["gradients"][name].abs().max())
         for name, gradient in found["gradients"].items()
@@ -148,44 +163,94 @@ def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
         "loss": [found["loss"], true["loss"]],
         "grad_norm": [found["grad_norm"], true["grad_norm"]],
         "gradient": [worst[name], name],
-        "metrics": found["metrics"],
+        "terms": [found["metrics"].get(f"moe/{name}") for name in ("aux_loss", "z_loss")],
+        "true_terms": true["terms"],
         "microbatches": found["microbatches"],
     }
 
 
 def oracle(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> dict[str, Any]:
-    """Plain transformers and autograd in one process: clipped policy loss, mean over tokens."""
+    """Plain transformers and autograd in one process: clipped policy loss, mean over tokens, and the routers' terms."""
+    logits: list[tuple[torch.nn.Module, Tensor]] = []  # of each router, row after row
+    for module in model.modules():
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+            module.register_forward_hook(lambda gate, x, _y: logits.append((gate, x[0].flatten(0, -2) @ gate.weight.T)))
     ratio = (oracle_logprobs(model, scored) - scored.old_logprobs).exp()
     clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
     loss_T = torch.maximum(-scored.advantages * ratio, -scored.advantages * clipped)
     loss = loss_T[scored.mask].double().mean()
-    loss.backward()
+    terms = loss * 0
+    spans = list(zip(scored.cu_seqlens[:-1].tolist(), scored.cu_seqlens[1:].tolist(), strict=True))
+    for number, (_gate, logits_TE) in enumerate(logits):
+        start, end = spans[number // (len(logits) // len(spans))]
+        weight = scored.mask[start:end].sum() / scored.mask.sum()
+        aux, z = router_terms(logits_TE, config)
+        terms = terms + weight * (config.moe.aux_loss * aux + config.moe.z_loss * z)
+    (loss + terms).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-    return {"loss": float(loss), "grad_norm": float(norm), "gradients": gradients, "metrics": {}, "microbatches": 1}
+    gradients = {part: g for name, whole in gradients.items() for part, g in saved_as(name, whole)}
+    return {"loss": float(loss), "grad_norm": float(norm), "gradients": gradients, "terms": float(terms)}
 
 
-def check_dense(bench: Bench) -> list[dict[str, Any]]:
-    found, batch = [], random_batch(num_rows=8)
-    logprobs = bench.actor("qwen3", config_of({})).logprobs(batch).old
-    for parallel in DENSE[bench.world]:
-        config = config_of(parallel)
-        actor = bench.actor("qwen3", config)
+def saved_as(name: str, gradient: Tensor) -> list[tuple[str, Tensor]]:
+    """transformers holds all experts in one tensor, and saves each by itself."""
+    before, found, kind = name.partition(".experts.")
+    if not found:
+        return [(name, gradient)]
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return [
+        (f"{before}.experts.{number}.{part}.weight", piece)
+        for number, expert in enumerate(gradient)
+        for part, piece in zip(names, expert.chunk(len(names)), strict=True)
+    ]
+
+
+def router_terms(logits_TE: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Balance and z of one row, written out for softmax routers that choose two experts."""
+    scores_TE = logits_TE.softmax(-1)
+    num_tokens, num_experts = logits_TE.shape
+    aux = torch.zeros(())
+    for expert in range(num_experts):
+        chosen = sum(expert in best for best in scores_TE.topk(2).indices.tolist())
+        aux = aux + num_experts / (2 * num_tokens) * chosen * scores_TE[:, expert].mean()
+    return aux, logits_TE.exp().sum(-1).log().square().mean()
+
+
+def check_layouts(bench: Bench, model: str, layouts: list[dict[str, int]], **sections: Any) -> list[dict[str, Any]]:
+    """Every layout against the oracle, which rank 0 asks once."""
+    found: list[dict[str, Any]] = []
+    batch = random_batch(num_rows=8)
+    logprobs, true = bench.actor(model, config_of({})).logprobs(batch).old, {}
+    for parallel in layouts:
+        config = config_of(parallel, **sections)
+        actor = bench.actor(model, config)
         error = float((actor.logprobs(batch).old - logprobs).abs().max())
         scored = score(batch, config, logprobs)
-        if not found and dist.get_rank() == 0:
-            true = oracle(load_model(bench.folder / "qwen3"), scored, config)
+        if not true and dist.get_rank() == 0:
+            true = oracle(load_model(bench.folder / model), scored, config)
         one = update(actor, scored)
         if dist.get_rank() == 0:
             found.append({"parallel": parallel, "logprob_error": error, **compared(one, true)})
-            print(found[-1], flush=True)
-        else:
-            found.append({})
+            if "-v" in sys.argv:
+                print(json.dumps(found[-1]), flush=True)
     return found
+
+
+MOE = {"aux_loss": 0.1, "z_loss": 0.02}
+
+
+def check_dense(bench: Bench) -> list[dict[str, Any]]:
+    return check_layouts(bench, "qwen3@4", DENSE[bench.world])
+
+
+def check_sparse(bench: Bench) -> list[dict[str, Any]]:
+    return check_layouts(bench, "qwen3_moe@4", SPARSE[bench.world], moe=MOE)
 
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "dense": check_dense,
+    "sparse": check_sparse,
 }
 
 
@@ -209,4 +274,8 @@ def work(rank: int, results: str, folder: str, world: int, checks: list[str]) ->
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.spawn(work, (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:] or list(CHECKS)), int(sys.argv[2]))
+        mp.spawn(
+            work,
+            (sys.argv[1], scratch, int(sys.argv[2]), [name for name in sys.argv[3:] if name in CHECKS] or list(CHECKS)),
+            int(sys.argv[2]),
+        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.actor.build import padded_vocab
-from megarl.actor.forward import pack
+from megarl.actor.microbatch import pack
 from megarl.layout import Axis
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
