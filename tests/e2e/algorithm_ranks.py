@@ -1,6 +1,7 @@
-"""One rank, one engine, many runs one after the other: presets and options in the whole loop.
+"""One engine a rank, many runs one after the other: presets and options in the whole loop.
 
-python algorithm_ranks.py FOLDER SET     SET is `learning` or `options`; metrics go to FOLDER/<case>/metrics.jsonl
+python algorithm_ranks.py FOLDER SET     SET is `learning`, `options` or, on any number of ranks, `spread`;
+                                         metrics go to FOLDER/<case>/metrics.jsonl
 """
 
 from __future__ import annotations
@@ -56,9 +57,14 @@ OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo whe
         "algorithm.preset=dr_grpo", "rewards=[{name: 'algorithm_rewards:Hostile'}]", "train.steps=4",
         "algorithm.max_refills=0",
     ],
+    "process": ["algorithm.advantage=grpo_process", PROCESS],
+    "process_and_outcome": [
+        "algorithm.advantage=grpo_process", PROCESS.replace("}}]", "}}, {name: 'algorithm_rewards:coarse'}]"),
+    ],
     "adaptive_reward": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "reward", "algorithm.normalise_rewards=true"],
     "adaptive_loss": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "loss"],
 }  # fmt: skip
+SPREAD = ("dapo", "remax", "clip_cov", "kl_cov", "process_and_outcome", "filtered")  # over several ranks
 RESUMED = ("adaptive_reward", "adaptive_loss")
 
 
@@ -67,6 +73,7 @@ def cases(which: str) -> dict[str, list[str]]:
         return {name: [f"train.steps={STEPS}", *overrides] for name, overrides in LEARNING.items()}
     presets = {name: [f"algorithm.preset={name}"] for name in PRESETS}
     options = presets | OPTIONS | {f"{name}_resumed": OPTIONS[name] for name in RESUMED}
+    options = {name: options[name] for name in SPREAD} if which == "spread" else options
     return {name: ["train.steps=2", *overrides] for name, overrides in options.items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from algorithm_ranks import LEARNING, OPTIONS, RESUMED
+from algorithm_ranks import LEARNING, OPTIONS, RESUMED, SPREAD
 from start_ranks import run_ranks
 
 from megarl.config.presets import PRESETS
@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 Rows = list[dict[str, Any]]
 
 
-def run_cases(folder: Path, which: str) -> dict[str, Rows]:
-    run_ranks(HERE / "algorithm_ranks.py", 1, str(folder), which, timeout_s=540)
+def run_cases(folder: Path, which: str, *, ranks: int = 1) -> dict[str, Rows]:
+    run_ranks(HERE / "algorithm_ranks.py", ranks, str(folder), which, timeout_s=540)
     return {
         file.parent.name: [json.loads(line) for line in file.read_text().splitlines()]
         for file in folder.glob("*/metrics.jsonl")
@@ -164,6 +164,24 @@ def test_hostile_rewards_are_counted_and_the_run_goes_on(runs: dict[str, Rows]) 
     assert (empty["rollout/empty"], empty["groups/empty"], empty["update/skipped"]) == (1, 8, 1)
     assert huge["update/skipped"] == huge["updates"] == 2 and math.isfinite(huge["loss"])
     assert kind["update/skipped"] == 0 and 1e-3 < kind["grad_norm"] < 1e3 and kind["weights/verified"]
+
+
+def test_steps_and_an_outcome_beside_them(runs: dict[str, Rows]) -> None:
+    alone, both = runs["process"][0], runs["process_and_outcome"][0]
+    assert alone["reward/mean"] == pytest.approx(alone["reward/process/mean"])
+    assert both["reward/mean"] == pytest.approx(both["reward/algorithm_rewards:coarse/mean"])
+    assert alone["grad_norm"] != pytest.approx(both["grad_norm"], rel=1e-3)
+
+
+def test_two_ranks_say_the_same_as_one(runs: dict[str, Rows], tmp_path: Path) -> None:
+    """Greedy samples, refills, step rewards and selections come to every rank alike."""
+    for name, rows in run_cases(tmp_path, "spread", ranks=2).items():
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            here, one = rows[step], runs[name][step]
+            assert here["rollout/digest"] == one["rollout/digest"] or step, name
+            for key in ("loss", "grad_norm", "reward/mean"):
+                assert here[key] == pytest.approx(one[key], rel=tolerance, abs=1e-6), f"{name} step {step} {key}"
+    assert set(SPREAD) <= {folder.name for folder in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("name", RESUMED)
