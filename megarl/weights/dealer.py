@@ -153,9 +153,11 @@ class Dealer:
 
     def _deal_node(self, bundle: int, layers: Ints, experts: Ints, able: Ints, gpus: Sequence[int], turn: Ints) -> None:
         """One bundle of these experts in all layers, to the GPUs of one node that keep it."""
+        count = able.shape[2]
         near = able // self._fleet.node == gpus[0] // self._fleet.node  # [layers, experts, holders]
-        far = np.take_along_axis(able, np.broadcast_to(turn % able.shape[2], able.shape[:2])[..., None], 2)[..., 0]
-        closest = np.take_along_axis(able, near.argmax(2)[..., None], 2)[..., 0]
+        order = (np.arange(count) + np.broadcast_to(turn, able.shape[:2])[..., None]) % count  # all take turns
+        far = np.take_along_axis(able, order.argmax(2)[..., None], 2)[..., 0]
+        closest = np.take_along_axis(able, (near * (1 + order)).argmax(2)[..., None], 2)[..., 0]
         is_near = near.any(2)
         first = np.array(gpus)[np.broadcast_to((turn + layers) % len(gpus), is_near.shape)]
         for gpu in gpus:
