@@ -168,7 +168,9 @@ def _check_algorithm(config: Config) -> None:
     )
     if config.stage != "rl":
         return
-    if config.rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+    compared = algorithm.advantage in GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
+    has_steps = algorithm.advantage == "grpo_process" and any(reward.name == "process" for reward in config.rewards)
+    if config.rollout.samples_per_prompt == 1 and compared and not has_steps:
         raise ValueError(
             f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, as a "
             "sample is compared with its own group; use 2 or more, or algorithm.preset=reinforce_pp"
@@ -292,6 +294,8 @@ def _check_resume(config: Config) -> None:
 
 def _warnings(config: Config, layout: Layout, rows: int, longest: int) -> Iterator[str]:
     train = config.train
+    if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
+        yield "algorithm.advantage=grpo_process without the reward `process` has one step a response: it is grpo"
     if longest > train.max_tokens_per_microbatch:
         yield (
             f"a row may be {longest} tokens, more than train.max_tokens_per_microbatch="

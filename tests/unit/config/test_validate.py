@@ -189,6 +189,18 @@ def test_warnings_name_the_values() -> None:
     assert check_config(made(), ALONE).warnings == ()
 
 
+def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
+    one = {"rollout": {"samples_per_prompt": 1}}
+    check_config(made(one | {"algorithm": {"advantage_options": {"singleton": "raw"}}}), ALONE)
+    check_config(made(one | {"algorithm": {"preset": "remax"}}), ALONE)
+    process = {"name": "process", "options": {"scorer": "json:loads"}}
+    steps = {"algorithm": {"advantage": "grpo_process"}}
+    assert check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings == ()
+    with pytest.raises(ValueError, match="samples_per_prompt=1 with advantage=grpo_process"):
+        check_config(made(one | steps), ALONE)
+    assert any("it is grpo" in text for text in check_config(made(steps), ALONE).warnings)
+
+
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
     for known, functions, common in (
