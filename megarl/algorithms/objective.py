@@ -99,9 +99,10 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
     Both are treated alike, so that a greedy sample's reward stays comparable.
     """
 
+    bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
+
     def clipped(x_N: Tensor, stage: str) -> Tensor:
-        here = algorithm.reward_clip is not None and algorithm.reward_clip_stage == stage
-        return x_N.clamp(*algorithm.reward_clip) if here else x_N
+        return x_N.clamp(*bounds) if bounds is not None and stage == clip_stage else x_N
 
     rewards_N, baseline_N = (clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))
     if algorithm.normalise_rewards:

@@ -28,7 +28,7 @@ OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean"
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
-def spread_metrics(groups: Sequence[Group]) -> dict[str, float | None]:
+def spread_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """Of all groups that were generated, before any is filtered: such with equal rewards, such of one sample."""
     if not groups:  # a step without a single sample has the keys of any other
         return {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
