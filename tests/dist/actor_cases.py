@@ -90,6 +90,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,  # less than most rows
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         {
@@ -106,18 +126,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
 
 
 def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """A random model of MODELS in `folder`/`name`; its norms and biases are random too, or they would hide faults."""
+    """A random model of MODELS in `folder`/`name`; its norms and biases are random too, or they would hide faults.
+
+    `llama@5` is llama with five layers.
+    """
     import transformers  # seconds to import: only where a model is made or asked
 
     torch.manual_seed(seed)
-    kind, arguments = MODELS[name]
-    config = getattr(transformers, kind)(**arguments)
+    base, _, layers = name.partition("@")
+    kind, arguments = MODELS[base]
+    config = getattr(transformers, kind)(**(arguments | {"num_hidden_layers": int(layers or 2)}))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
-            elif parameter_name.endswith("bias"):
+            elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

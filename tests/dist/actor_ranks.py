@@ -5,6 +5,7 @@ python actor_ranks.py RESULTS.json      (starting is what costs, so all of test_
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import ask, load_model, random_batch, save_model
+from actor_cases import Oracle, ask, load_model, random_batch, save_model
 
 from megarl.actor.actor import Actor
 from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.model import read_model
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Model
+from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout
 from megarl.platform import host
@@ -51,6 +53,10 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("qwen2", {"tensor": 2, "pipeline": 2}),
     ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
     ("qwen3_moe_unnormalised", {"tensor": 2, "pipeline": 2}),
+    ("qwen3@5", {"pipeline": 2, "virtual_pipeline": 2}),  # chunks of 2, 1, 1 and 1 layers
+    ("mixtral", {"tensor": 2, "expert": 2}),
+    ("deepseek_v3@3", {"tensor": 2, "pipeline": 2}),  # stages of 2 and 1
+    ("glm4_moe", {"tensor": 2, "pipeline": 2}),
 ]
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
@@ -60,19 +66,33 @@ def config_of(parallel: dict[str, int], algorithm: dict[str, Any] | None = None,
 
 
 class Bench:
-    """Builds actors of the saved models, and keeps what rank 0 will report."""
+    """Builds actors of the saved models, one after another."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.found: dict[str, Any] = {}
+        self.last: Actor | None = None
 
     def actor(self, model: str, config: Config) -> Actor:
         path = self.folder / model
         if dist.get_rank() == 0 and not path.exists():
             save_model(model, self.folder)
         dist.barrier()
-        layout = Layout.of(config.parallel.sizes, WORLD, dist.get_rank())
-        return Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+        layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
+        config = config.model_copy(update={"model": Model(path=str(path))})
+        self._let_go()
+        self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+        return self.last
+
+    def _let_go(self) -> None:
+        """The last actor holds its process groups, some fifty threads, until it goes. A dispatcher keeps its last
+        probabilities, and with their graph the parameters and all that hangs on these: a cycle no collector sees.
+        """
+        for chunk in self.last.model if self.last is not None else []:
+            for layer in (module for module in chunk.modules() if hasattr(module, "token_dispatcher")):
+                kept: dict[str, Any] = vars(layer.token_dispatcher)
+                kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})
+        self.last = chunk = layer = None
+        gc.collect()
 
 
 def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:
@@ -97,7 +117,7 @@ def fingerprints(actor: Actor) -> dict[str, str]:
 
 
 def replicas_differ(actor: Actor) -> list[str]:
-    everywhere: list[dict[str, str]] = [{}] * WORLD
+    everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, fingerprints(actor))
     seen: dict[str, set[str]] = {}
     for rank in everywhere:
@@ -107,29 +127,42 @@ def replicas_differ(actor: Actor) -> list[str]:
 
 
 def check_layouts(bench: Bench) -> list[dict[str, Any]]:
-    """Every layout: what the actor says and how it learns. The oracle of each model is asked once, by rank 0."""
-    found, oracles, batch = [], {}, random_batch(num_rows=8)
-    for model, parallel in LAYOUTS:
-        actor = bench.actor(model, config_of(parallel))
-        scored = score(actor, batch)
-        if model not in oracles and dist.get_rank() == 0:
-            oracles[model] = ask(load_model(bench.folder / model), scored, actor.config)
-        before = replicas_differ(actor)
-        steps = [train_once(actor, scored).updates[0] for _ in range(2)]
-        after = replicas_differ(actor)
-        if dist.get_rank() == 0:
-            found.append(
-                {
-                    "model": model,
-                    "parallel": parallel,
-                    "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
-                    "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
-                    "steps": [(step.loss, step.grad_norm) for step in steps],
-                    "oracle": oracles[model].steps,
-                    "replicas_differ": before + after,
-                }
-            )
-    return found
+    return measure(bench, LAYOUTS)
+
+
+def measure(
+    bench: Bench, layouts: list[tuple[str, dict[str, int]]], look: Callable[[Actor], Any] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Every layout: what `look` sees of the new actor, what it says and how it learns.
+
+    The oracle of each model is asked once, by rank 0.
+    """
+    oracles: dict[str, Oracle] = {}
+    return [_measure(bench, model, parallel, oracles, look) for model, parallel in layouts]
+
+
+def _measure(
+    bench: Bench, model: str, parallel: dict[str, int], oracles: dict[str, Oracle], look: Callable[[Actor], Any]
+) -> dict[str, Any]:
+    actor, batch = bench.actor(model, config_of(parallel)), random_batch(num_rows=8)
+    seen, scored = look(actor), score(actor, batch)
+    if model not in oracles and dist.get_rank() == 0:
+        oracles[model] = ask(load_model(bench.folder / model), scored, actor.config)
+    before = replicas_differ(actor)
+    steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+    differ = before + replicas_differ(actor)
+    if dist.get_rank() != 0:
+        return {}
+    return {
+        "model": model,
+        "parallel": parallel,
+        "seen": seen,
+        "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
+        "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
+        "steps": [(step.loss, step.grad_norm) for step in steps],
+        "oracle": oracles[model].steps,
+        "replicas_differ": differ,
+    }
 
 
 def check_microbatches(bench: Bench) -> dict[str, Any]:
@@ -229,6 +262,33 @@ def check_updates(bench: Bench) -> dict[str, Any]:
     }
 
 
+def check_selection(bench: Bench) -> dict[str, Any]:
+    """Tokens are chosen over the whole batch, before each update, so every layout chooses the same."""
+    found = {}
+    for loss, options in (("kl_cov", {"share": 0.2}), ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9})):
+        for parallel in ({}, {"tensor": 2, "pipeline": 2}):
+            rules = {"loss": loss, "select_options": options}
+            actor = bench.actor("qwen3", config_of(parallel, rules, updates_per_step=2))
+            updates = train_once(actor, score(actor, random_batch(num_rows=8))).updates
+            found[f"{loss} {parallel}"] = [[update.loss, update.grad_norm] for update in updates]
+    return found
+
+
+def check_nothing(bench: Bench) -> dict[str, Any]:
+    """A batch without a trained token changes nothing, though Adam has momentum; neither does one without a row."""
+    actor = bench.actor("qwen3", config_of({"tensor": 2}))
+    batch = random_batch(num_rows=8)
+    scored = score(actor, batch)
+    train_once(actor, scored)
+    before = fingerprints(actor)
+    masked = replace(batch, mask=torch.zeros_like(batch.mask))
+    empty = collate([], temperature=1.0)
+    reports = [train_once(actor, score(actor, nothing)).updates[0] for nothing in (masked, empty)]
+    kept = before == fingerprints(actor)
+    train_once(actor, scored)
+    return {"skipped": [r.skipped for r in reports], "kept": kept, "moves": before != fingerprints(actor)}
+
+
 def check_collectives(_bench: Bench) -> dict[str, Any]:
     """What Megatron's modules call, and that gloo alone still refuses it."""
     from megatron.core.tensor_parallel.mappings import torch as theirs
@@ -263,15 +323,20 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "reference": check_reference,
     "skip": check_skip,
     "updates": check_updates,
+    "selection": check_selection,
+    "nothing": check_nothing,
 }
 
 
-def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
+def join(rank: int, world: int, folder: str) -> Bench:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    bench = Bench(Path(folder))
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    return Bench(Path(folder))
+
+
+def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
+    bench = join(rank, WORLD, folder)
     found = {}
     for name in checks:
         start = perf_counter()

@@ -28,7 +28,7 @@ def each(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_logprobs_and_entropy_are_those_of_transformers(found: dict[str, Any]) -> None:
-    assert len(found["layouts"]) == 17
+    assert len(found["layouts"]) == 21
     for name, case in each(found):
         assert case["logprob_error"] < 1e-5, name
         ours, theirs = case["entropy"]
@@ -96,6 +96,19 @@ def test_several_updates_a_step_and_the_schedule(found: dict[str, Any]) -> None:
     assert updates["clip_frac"][1] > 0, "the policy moved within the step"
     assert updates["sft"] == sorted(updates["sft"], reverse=True), "SFT learns"
     assert updates["sft"][0] == pytest.approx(updates["sft_expected"], rel=1e-6)
+
+
+def test_tokens_selected_are_the_same_in_every_layout(found: dict[str, Any]) -> None:
+    selection = found["selection"]
+    for loss in ("kl_cov", "clip_cov"):
+        one, other = (steps for name, steps in selection.items() if name.startswith(loss))
+        assert one[0][1] > 1e-3
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            assert other[step] == pytest.approx(one[step], rel=tolerance, abs=1e-6), f"{loss}, update {step}"
+
+
+def test_a_batch_without_a_trained_token_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["nothing"] == {"skipped": [True, True], "kept": True, "moves": True}
 
 
 def test_collectives_that_gloo_refuses(found: dict[str, Any]) -> None:

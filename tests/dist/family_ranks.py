@@ -1,0 +1,108 @@
+"""Every family in every layout that it has to run in, on WORLD gloo ranks; rank 0 writes what they found as JSON.
+
+python family_ranks.py RESULTS.json WORLD       4 ranks: every pair of a family and a layout; 8: all axes at once
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from actor_cases import save_model
+from actor_ranks import Bench, config_of, join, measure
+from safetensors.torch import load_file, save_file
+
+from megarl.actor.actor import Actor
+from megarl.checkpoint.hf import export_hf
+from megarl.platform.device import DTYPES
+from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.weights.transports.collective import Collective
+
+DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
+SPARSE = ["qwen3_moe@5", "mixtral@5", "deepseek_v3@5", "deepseek_v3_direct@5", "glm4_moe@5"]
+DENSE_LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}]
+SPARSE_LAYOUTS = [*DENSE_LAYOUTS, {"expert": 2}, {"tensor": 2, "expert": 2}, {"tensor": 2, "expert_tensor": 2}]
+ALL_AXES = {"tensor": 2, "pipeline": 2, "expert": 2}
+
+
+def layouts(world: int) -> list[tuple[str, dict[str, int]]]:
+    if world == 8:
+        return [(model, ALL_AXES) for model in SPARSE] + [("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
+    dense = [(model, parallel) for model in DENSE for parallel in DENSE_LAYOUTS]
+    return dense + [(model, parallel) for model in SPARSE for parallel in SPARSE_LAYOUTS]
+
+
+def round_trip(actor: Actor) -> list[str]:
+    """Names of the tensors that HF -> Megatron -> HF gave back otherwise; on every rank."""
+    assert actor.config.model.path is not None
+    origin = Path(actor.config.model.path)
+    back = origin.with_name("back")
+    export_hf(
+        back,
+        origin=origin,
+        shapes=hf_shapes(actor.shape),
+        sources=actor.boxes_of_ranks(),
+        parameters=actor.parameters_by_name,
+        transport=Collective(),
+        dtype=DTYPES[actor.config.train.dtype],
+        fp32=fp32_tensors(actor.shape),
+        file_bytes=1 << 16,  # several files
+    )
+    before, after = _tensors(origin), _tensors(back)
+    dist.barrier()
+    wrong = [name for name in before if name not in after or not _equal(before[name], after[name])]
+    return wrong + [name for name in after if name not in before]
+
+
+def round_trips_in_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
+    """The layout that shards most, with router corrections left in fp32."""
+    parallel = ALL_AXES if world == 8 else {"tensor": 2, "expert": 2}
+    return {
+        model: round_trip(bench.actor(_in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
+    }
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def _in_bf16(bench: Bench, model: str) -> str:
+    """The name of the checkpoint in bf16, but for router corrections, which published checkpoints keep in fp32."""
+    folder = bench.folder / f"{model}-bf16"
+    if dist.get_rank() == 0:
+        shutil.copytree(bench.folder / model, folder)
+        found = {
+            name: x if name.endswith("correction_bias") else x.bfloat16()
+            for name, x in _tensors(bench.folder / model).items()
+        }
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    return folder.name
+
+
+def work(rank: int, results: str, folder: str, world: int) -> None:
+    bench, start = join(rank, world, folder), perf_counter()
+    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_trips_in_bf16(bench, world)}
+    if rank == 0:
+        print(f"{len(layouts(world))} layouts: {perf_counter() - start:.1f} s", flush=True)
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        for name in [*DENSE, *SPARSE]:
+            save_model(name, Path(scratch))
+        mp.spawn(work, (sys.argv[1], scratch, int(sys.argv[2])), int(sys.argv[2]))
