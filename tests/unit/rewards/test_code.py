@@ -126,6 +126,12 @@ for fd in range(3, 20):
         try: os.write(fd, line + b'\\n')
         except OSError: pass
 def add(a, b): return 0""",
+    "claims that the sandbox failed": """
+import os
+for fd in range(3, 20):
+    try: os.write(fd, b'{"end": "sandbox"}\\n')
+    except OSError: pass
+os._exit(0)""",
 }
 
 

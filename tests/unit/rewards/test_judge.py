@@ -10,7 +10,7 @@ from megarl.rewards.outcome import Case
 
 
 def judge(url: str, **options):
-    quick = {"model": "m", "timeout_s": 3.0, "total_s": 5.0, "backoff_s": 0.01, "range": [0, 10]}
+    quick = {"model": "m", "timeout_s": 10.0, "total_s": 20.0, "backoff_s": 0.01, "range": [0, 10]}
     return make_judge(Reward(name="judge", options={"url": url, **quick, **options}))
 
 

@@ -165,7 +165,7 @@ def test_a_server_scores_steps(served, answering):
         rows[-1]["steps"] = rows[-1]["steps"][1:]
         answering(handler, {"scores": rows[::-1]})
 
-    options = {"scorer": served.on(grade), "splitter": "newline", "timeout_s": 3.0, "total_s": 5.0}
+    options = {"scorer": served.on(grade), "splitter": "newline", "timeout_s": 10.0, "total_s": 20.0}
     ask = make_process(Reward(name="process", options=options), decode)
     cases = [
         Case(f"{row}/0", "p", text, None, tuple(BPE.encode(text).ids)) for row, text in enumerate(["ab\nb", "", "b"])

@@ -66,6 +66,8 @@ HOSTILE = {  # code: the name it is counted under
     "import time; time.sleep(60)": "timeout",
     "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\n"
     "time.sleep(60)": "timeout",
+    "import contextlib, os, time\nwhile True:\n    time.sleep(0.1)\n    for fd in range(3, 99):\n"
+    "        with contextlib.suppress(OSError): os.write(fd, b'{}\\n')": "timeout",
     "import os, time; os.closerange(0, 99); time.sleep(60)": "timeout",
     "import threading\nthreading.Thread(target=threading.Event().wait).start()": "timeout",
     "import ctypes; ctypes.string_at(0)": "crashed",
@@ -111,8 +113,10 @@ def processes() -> list[str]:
 
 def test_no_folder_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for code in ("open('a', 'w')", "while True: pass", "import os; os.unlink('solution.py')"):
+    start = time.monotonic()
+    for code in ("open('a', 'w')", "import time; time.sleep(60)", "import os; os.unlink('solution.py')"):
         run_program(code, "", Limits(time_s=0.3))
+    assert time.monotonic() - start < 30
     assert not list(tmp_path.iterdir())
 
 
@@ -196,6 +200,21 @@ def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path,
     strict = make_code(Reward(name="code"))([case])[0]
     assert (strict.value, strict.cause) == (None, "sandbox") and "seccomp" in strict.why
     assert make_code(Reward(name="code", options={"sandbox": "best_effort"}))([case])[0].value == 1.0
+
+
+@pytest.mark.long
+def test_the_first_landlock_has_no_say_on_truncation_but_the_jail_has(tmp_path, monkeypatch):
+    """Linux 5.13 to 6.1."""
+    older = tmp_path / "jail.py"
+    text = sandbox.JAIL.read_text()
+    older.write_text(text.replace("    known = (1 <<", "    version = 1\n    known = (1 <<"))
+    assert older.read_text() != text
+    monkeypatch.setattr(sandbox, "JAIL", older)
+    before = Path(OUTSIDE).stat().st_size
+    assert run_program("print(1)", "", Limits(time_s=20)).output == b"1\n"
+    for code in (code for code in HOSTILE if "TRUNC" in code or "truncate" in code or "'mine'" in code):
+        assert run_program(code, "", Limits(time_s=20)).kind == "forbidden", code
+    assert Path(OUTSIDE).stat().st_size == before > 0
 
 
 @pytest.mark.long
