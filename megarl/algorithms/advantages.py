@@ -37,7 +37,7 @@ class _Scored:
     """What every estimator is given, on the CPU: numbers that can be summed."""
 
     spans: Spans
-    rewards_K: Tensor  # each span's, on its last position; 0 in rows that are not valid
+    rewards_K: Tensor  # each span's; 0 in rows that are not valid
     group_N: Tensor
     valid_N: Tensor  # bool: has a True position, and numbers that can be summed
     limit: float  # of the result
@@ -76,8 +76,8 @@ def _advantages(
     used = {name: given[name] for name in _NEEDS.get(estimator, ())}
     if missing := [name for name, x in used.items() if x is None]:
         raise ValueError(f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]")
-    every_token = options.get("gamma", 1.0) != 1.0 or "values_T" in used
-    batch = _scored(rewards_T, mask_T, cu_seqlens, group_N, every_token=every_token, **used)
+    every = options.get("gamma", 1.0) != 1.0 or "values_T" in used
+    batch = _scored(rewards_T, mask_T, cu_seqlens, group_N, of_rows=estimator in _OF_ROWS, every=every, **used)
     x_K = estimator(batch, **options)
     if whiten:
         x_K = _whitened(x_K, batch, biased=scaling.get("std") == "biased", eps=scaling.get("eps", 1e-8))
@@ -90,20 +90,24 @@ def _scored(
     cu_seqlens: Tensor,
     group_N: Tensor,
     *,
-    every_token: bool,
+    of_rows: bool,
+    every: bool,
     values_T: Tensor | None = None,
     step_ends_T: Tensor | None = None,
     baseline_N: Tensor | None = None,
 ) -> _Scored:
-    """Rows cut into spans, and set apart where their numbers cannot be summed."""
+    """Rows cut into as few spans as the estimator can do with, and set apart where their numbers cannot be summed.
+
+    `of_rows`: it looks at the scores of rows alone; `every`: at every token.
+    """
     rewards_T = rewards_T.detach().cpu().to(at_least_fp32(rewards_T.dtype))
     step_ends_T = None if step_ends_T is None else step_ends_T.cpu().bool()
-    marks = None if every_token else rewards_T.numpy() != 0
+    marks = None if of_rows or every else rewards_T.numpy() != 0
     if marks is not None and step_ends_T is not None:
         marks |= step_ends_T.numpy()
-    spans = Spans.of(mask_T.cpu().bool(), cu_seqlens.cpu(), marks)
+    spans = Spans.of(mask_T.cpu().bool(), cu_seqlens.cpu(), marks=marks, every=every)
     limit = torch.finfo(rewards_T.dtype).max / 8
-    rewards_K = spans.at_ends(rewards_T)
+    rewards_K = spans.sum_within(rewards_T) if of_rows else spans.at_ends(rewards_T)
     valid_N = (spans.num_tokens_N > 0) & spans.sums_fit(rewards_K, limit)
     values_K = None if values_T is None else spans.at_ends(values_T.detach().cpu()).double()
     if values_K is not None:
@@ -153,19 +157,19 @@ def _standardized(
     """(x - mu) / (s + eps) within each group. Equal values give exactly 0, a group of one 0, or x when "raw"."""
     _check_choice("std", std, ("unbiased", "biased"))
     _check_singletons(groups, singleton)
+    mean_V = groups.mean(x_V)
     if leave_one_out:
-        centred_V, scale_V = _others(x_V, groups, biased=std == "biased")
+        centred_V, scale_V = _others(x_V, mean_V, groups, biased=std == "biased")
         result_V = torch.where(scale_V > 0, centred_V / (scale_V + eps), centred_V)
     else:
-        result_V = (x_V - groups.mean(x_V)) / (groups.std(x_V, biased=std == "biased") + eps)
-    result_V = torch.where(groups.is_flat(x_V), 0, result_V)
+        result_V = (x_V - mean_V) / (groups.std(x_V, mean_V, biased=std == "biased") + eps)
+    result_V = torch.where(groups.is_flat(x_V, mean_V), 0, result_V)
     return torch.where(groups.size_V == 1, x_V, result_V) if singleton == "raw" else result_V
 
 
-def _others(x_V: Tensor, groups: Groups, *, biased: bool) -> tuple[Tensor, Tensor]:
+def _others(x_V: Tensor, mean_V: Tensor, groups: Groups, *, biased: bool) -> tuple[Tensor, Tensor]:
     """x minus the mean of the rest of its group, and the standard deviation of that rest."""
     num_V = groups.size_V
-    mean_V = groups.mean(x_V)
     rest_V = (num_V - 1).clamp(min=1)
     centred_V = (x_V - mean_V) * num_V / rest_V
     # Removing x shifts the mean by (x - mean) / (n - 1), and the squares by (x - mean)^2 n / (n - 1).
@@ -196,14 +200,15 @@ def grpo(
     if scale == "batch":
         _check_choice("std", std, ("unbiased", "biased"))
         everyone = Groups.of(torch.zeros_like(groups.group_V), groups.valid_V)
-        centred_N = centred_N / (everyone.std(score_N, biased=std == "biased") + eps)
+        centred_N = centred_N / (everyone.std(score_N, everyone.mean(score_N), biased=std == "biased") + eps)
     return batch.tokens(centred_N)
 
 
 def _centred(score_N: Tensor, groups: Groups, *, singleton: Singleton = "zero", leave_one_out: bool = False) -> Tensor:
     """R - mu (the mean of the others with `leave_one_out`); exactly 0 where the group's scores are equal."""
     _check_singletons(groups, singleton)
-    centred_N = torch.where(groups.is_flat(score_N), 0, score_N - groups.mean(score_N))
+    mean_N = groups.mean(score_N)
+    centred_N = torch.where(groups.is_flat(score_N, mean_N), 0, score_N - mean_N)
     if leave_one_out:
         centred_N = centred_N * groups.size_V / (groups.size_V - 1).clamp(min=1)
     return torch.where(groups.size_V == 1, score_N, centred_N) if singleton == "raw" else centred_N
@@ -224,7 +229,7 @@ def opo(batch: _Scored, *, singleton: Singleton = "zero") -> Tensor:
     (score_N, groups), length_N = batch.scores(), batch.spans.num_tokens_N.double()
     _check_singletons(groups, singleton)
     baseline_N = groups.sum(score_N * length_N) / groups.sum(length_N).clamp(min=1)
-    advantage_N = torch.where(groups.is_flat(score_N), 0, score_N - baseline_N)
+    advantage_N = torch.where(groups.is_flat(score_N, groups.mean(score_N)), 0, score_N - baseline_N)
     return batch.tokens(torch.where(groups.size_V == 1, score_N, advantage_N) if singleton == "raw" else advantage_N)
 
 
@@ -301,6 +306,7 @@ _ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "opo": opo,
     "gpg": gpg,
 }
+_OF_ROWS = frozenset((rloo, reinforce_pp_baseline, grpo, dr_grpo, opo, gpg))
 _NEEDS = {gae: ("values_T",), remax: ("baseline_N",), grpo_process: ("step_ends_T",)}
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` says otherwise
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

@@ -87,17 +87,14 @@ class Groups:
         mean_V = self.sum(x_V.double()) / size_V
         return mean_V + self.sum(x_V.double() - mean_V) / size_V  # the second pass takes back the rounding
 
-    def std(self, x_V: Tensor, *, biased: bool) -> Tensor:
-        """[V]: 0 for a group of one."""
-        squares_V = self.sum((x_V.double() - self.mean(x_V)).square())
+    def std(self, x_V: Tensor, mean_V: Tensor, *, biased: bool) -> Tensor:
+        """[V], around the means of the groups; 0 for a group of one."""
+        squares_V = self.sum((x_V.double() - mean_V).square())
         return (squares_V / (self.size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
 
-    def is_flat(self, x_V: Tensor) -> Tensor:
-        """[V] bool: all valid values of the group are the same number."""
-        low_G, high_G = (
-            torch.full((self.num_groups,), fill, dtype=torch.float64, device=x_V.device).scatter_reduce(
-                0, self.group_V[self.valid_V], x_V.double()[self.valid_V], how
-            )
-            for fill, how in ((float("inf"), "amin"), (float("-inf"), "amax"))
-        )
-        return (high_G - low_G <= 1e-12 * high_G.abs().clamp(min=1))[self.group_V]
+    def is_flat(self, x_V: Tensor, mean_V: Tensor) -> Tensor:
+        """[V] bool: all valid values of the group are the same number, but for rounding."""
+        off_V = clean((x_V.double() - mean_V).abs(), self.valid_V)
+        off_G = torch.zeros(self.num_groups, dtype=off_V.dtype, device=off_V.device)
+        off_G = off_G.scatter_reduce(0, self.group_V, off_V, "amax")
+        return off_G[self.group_V] <= 1e-12 * mean_V.abs().clamp(min=1)

@@ -2,7 +2,7 @@
 constant. Where rewards are rare a row is a few spans, so the maths is that of N rows, not of T positions, and one
 pass writes the result; where every token has a reward each True position is a span of its own.
 
-T = positions, N = rows, K = spans, in the order of the batch. A span's reward sits on its last position.
+T = positions, N = rows, K = spans, in the order of the batch.
 The passes over [T] are numpy's: it copies runs of a mask as blocks, and asks for huge pages.
 """
 
@@ -37,30 +37,41 @@ class Spans:
     bounds: np.ndarray  # [N + 1] int64: row n has the spans bounds[n]:bounds[n + 1]
     num_tokens_N: Tensor  # int64: True positions of each row
     tokens_K: Tensor | None  # fp64: True positions of each span; None: one each
-    last_K: np.ndarray | None  # int64: the position its reward sits on; None: as above
-    pieces: tuple[np.ndarray, np.ndarray] | None  # of all T positions: is it a span, how long
+    pieces: tuple[np.ndarray, np.ndarray] | None  # that make up all T positions: is it a span, its end; None: as above
 
     @classmethod
-    def of(cls, mask_T: Tensor, cu_seqlens: Tensor, marks: np.ndarray | None) -> Spans:
-        """Spans that end where `marks` [T] bool is True; None: every True position is one."""
+    def of(cls, mask_T: Tensor, cu_seqlens: Tensor, *, marks: np.ndarray | None = None, every: bool = False) -> Spans:
+        """The runs of True positions within a row, cut behind those where `marks` [T] bool is True; every position on
+        its own where `every` says so or many are marked. What `marks` says of False positions does not matter."""
         mask, cu = mask_T.numpy(), cu_seqlens.numpy().astype(np.int64)
         bits = mask.view(np.uint8)
         edges = _merged(cu, _places(bits[1:] != bits[:-1]) + 1)[1:]
         until = np.concatenate([[0], np.cumsum(np.diff(edges, prepend=0) * mask[edges - 1])])
         tokens_before_N = until[np.searchsorted(edges, cu, side="right")]
         num_tokens_N = torch.from_numpy(np.diff(tokens_before_N))
-        marks = None if marks is None else marks & mask
-        if marks is None or np.count_nonzero(marks) > RARE * mask.size:
-            return cls(mask_T, tokens_before_N, num_tokens_N, None, None, None)
-        ends = _merged(edges, _places(marks) + 1)
-        lengths, is_span = np.diff(ends, prepend=0), mask[ends - 1]
+        if every or (marks is not None and np.count_nonzero(marks) > RARE * mask.size):
+            return cls(mask_T, tokens_before_N, num_tokens_N, None, None)
+        marked = edges[:0] if marks is None else _places(marks)
+        ends = _merged(edges, marked[mask[marked]] + 1)
+        is_span = mask[ends - 1]
         bounds = np.searchsorted(ends[is_span], cu, side="right")
-        tokens_K = torch.from_numpy(lengths[is_span].astype(np.float64))
-        return cls(mask_T, bounds, num_tokens_N, tokens_K, ends[is_span] - 1, (is_span, lengths))
+        tokens_K = torch.from_numpy(np.diff(ends, prepend=0)[is_span].astype(np.float64))
+        return cls(mask_T, bounds, num_tokens_N, tokens_K, (is_span, ends))
 
     def at_ends(self, x_T: Tensor) -> Tensor:
         """[K]: what lies on the last position of each span."""
-        return pick(x_T, self.mask_T) if self.last_K is None else x_T[torch.from_numpy(self.last_K)]
+        if self.pieces is None:
+            return pick(x_T, self.mask_T)
+        is_span, ends = self.pieces
+        return x_T[torch.from_numpy(ends[is_span] - 1)]
+
+    def sum_within(self, x_T: Tensor) -> Tensor:
+        """[K]: the sum over the positions of each span, added in pairs."""
+        if self.pieces is None or not self.mask_T.numel():
+            return self.at_ends(x_T)
+        is_span, ends = self.pieces
+        with np.errstate(all="ignore"):  # whatever lies on False positions
+            return torch.from_numpy(np.add.reduceat(x_T.numpy(), np.append(0, ends[:-1]))[is_span])
 
     def spread(self, x_N: Tensor) -> Tensor:
         """[K]: each row's value on each of its spans."""
@@ -87,10 +98,10 @@ class Spans:
         """[T]: each span's value on its positions, 0 elsewhere."""
         if self.pieces is None:
             return lay(x_K, self.mask_T)
-        is_span, lengths = self.pieces
-        x = np.zeros(lengths.size, dtype=x_K.numpy().dtype)
+        is_span, ends = self.pieces
+        x = np.zeros(ends.size, dtype=x_K.numpy().dtype)
         x[is_span] = x_K.numpy()
-        return torch.from_numpy(np.repeat(x, lengths))
+        return torch.from_numpy(np.repeat(x, np.diff(ends, prepend=0)))
 
 
 def _merged(*sorted_x: np.ndarray) -> np.ndarray:
@@ -100,8 +111,8 @@ def _merged(*sorted_x: np.ndarray) -> np.ndarray:
 
 
 def _places(flags: np.ndarray) -> np.ndarray:
-    """[int64]: where `flags` is True. Eight of them are looked at as one number first: where True is rare, that
-    takes a fifth of the time of `flatnonzero`."""
+    """[int64]: where `flags` is True. Eight of them are looked at as one number first: where True is rare, that takes
+    a quarter of the time of `flatnonzero`."""
     whole = flags.size // 8 * 8
     eights = np.flatnonzero(flags[:whole].view(np.uint64) != 0)
     if eights.size > RARE * whole / 8:
