@@ -1,12 +1,12 @@
-"""Hidden states -> log-probability of each label and entropy, with logits made and dropped chunk by chunk.
+"""Hidden states -> log-probability of each label and entropy; the logits exist a tile at a time, twice.
 
-    hidden [T, H] --@ weight[:V_real].T--> logits of C tokens --> running (max, sum exp, label's, sum exp * z)
-                                                                      two all-reduces over tp for all T
-    backward makes the logits of a chunk again.
+    hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, label's z)
+                                                                     two all-reduces over tp for all T
+    backward makes each tile again, turns it into its gradient in place, and multiplies that back
 
-T positions, H hidden, C tokens of a chunk, V rows of the vocabulary that this tensor rank holds and that
-stand for a token: padding rows are never multiplied, so they are out of the softmax. z = logits / temperature.
-All that follows the matrix product is fp32.
+T positions, H hidden, C tokens and V vocabulary columns of a tile, which is as large as the device's cache likes.
+Rows of the weight that stand for no token are never multiplied, so they are out of the softmax. z = logits /
+temperature. All is fp32, the logits too: low-precision inputs are multiplied as they are and summed in fp32.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 __all__ = ["TokenOutputs", "VocabShard", "token_outputs"]
+
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,11 @@ def token_outputs(
 ) -> TokenOutputs:
     """Log-prob of `labels_T` and, if asked, entropy; both differentiable in hidden and weight.
 
-    `hidden_TH` is whole on every tensor rank; its gradient is this rank's part, to be summed over them.
+    `hidden_TH` is whole on every tensor rank; its gradient is this rank's part, to be summed over them. `chunk` tokens
+    are read at a time. Where the weight has Megatron's fp32 `main_grad` its gradient is added there, and not returned.
     """
     logprobs_T, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_T, shard, temperature, chunk, entropy)
     return TokenOutputs(logprobs_T, entropy_T if entropy else None)
-
-
-def _chunks(total: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, total)) for start in range(0, total, chunk))
-
-
-def _local_label(labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Row of the label in this shard (0 where it is elsewhere), and whether it is here."""
-    local_C = labels_C - shard.start
-    here_C = (local_C >= 0) & (local_C < shard.size)
-    return torch.where(here_C, local_C, 0), here_C
 
 
 class _VocabLogprobs(torch.autograd.Function):
@@ -85,49 +77,123 @@ class _VocabLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        real_VH = weight_VH[: shard.size]
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
+        tiles = _Tiles(hidden_TH, weight_VH, labels_T, shard, temperature, chunk)
         total = hidden_TH.shape[0]
-        max_T = hidden_TH.new_full((total,), -torch.inf, dtype=torch.float32)
-        sums_3T = hidden_TH.new_zeros((3, total), dtype=torch.float32)  # of exp(z - max), exp(z - max) * z, label's z
-        for at in _chunks(total, chunk) if shard.size else ():
-            z_CV = (hidden_TH[at] @ real_VH.T).float().div_(temperature)
-            row_C, here_C = _local_label(labels_T[at], shard)
-            sums_3T[2, at] = z_CV.gather(1, row_C[:, None])[:, 0].where(here_C, 0)
-            max_T[at] = z_CV.amax(1)
-            exp_CV = (z_CV - max_T[at, None]).exp_()
-            sums_3T[0, at] = exp_CV.sum(1)
+        lowest = torch.finfo(tiles.dtype).min  # not infinity, whose products with 0 are NaN
+        max_T = hidden_TH.new_full((total,), lowest, dtype=tiles.dtype)
+        sums_3T = hidden_TH.new_zeros((3, total), dtype=tiles.dtype)  # exp(z - max), exp(z - max) * (z - max), label's
+        for at, _, z_CV, row_C, here_C in tiles:
+            sums_3T[2, at] += z_CV.gather(1, row_C[:, None])[:, 0].where(here_C, 0)
+            new_max_C = torch.maximum(max_T[at], z_CV.amax(1))
+            _lower(sums_3T[:, at], max_T[at] - new_max_C)
+            max_T[at] = new_max_C
+            z_CV.sub_(new_max_C[:, None])
+            exp_CV = torch.exp(z_CV, out=tiles.second(z_CV) if entropy else z_CV)
+            sums_3T[0, at] += exp_CV.sum(1)
             if entropy:
-                sums_3T[1, at] = exp_CV.mul_(z_CV).sum(1)
+                sums_3T[1, at] += exp_CV.mul_(z_CV).sum(1)
         if dist.get_world_size(shard.group) > 1:
             global_max_T = max_T.clone()
             dist.all_reduce(global_max_T, dist.ReduceOp.MAX, group=shard.group)
-            sums_3T[:2] *= (max_T - global_max_T).exp()
+            _lower(sums_3T, max_T - global_max_T)
             dist.all_reduce(sums_3T, group=shard.group)
             max_T = global_max_T
-        logsumexp_T = sums_3T[0].log() + max_T
-        mean_T = sums_3T[1] / sums_3T[0]  # of z under the policy
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, logsumexp_T, mean_T)
-        ctx.shard, ctx.temperature, ctx.chunk, ctx.entropy = shard, temperature, chunk, entropy
-        return sums_3T[2] - logsumexp_T, logsumexp_T - mean_T
+        logsum_T = sums_3T[0].log()
+        entropy_T = logsum_T - sums_3T[1] / sums_3T[0]
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, logsum_T + max_T, entropy_T)
+        ctx.main_grad = getattr(weight_VH, "main_grad", None)
+        ctx.reading = shard, temperature, chunk
+        return sums_3T[2] - max_T - logsum_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (z - mean z)."""
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy)."""
+        hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T = ctx.saved_tensors
         grad_logprobs_T, grad_entropy_T = gradients
-        hidden_TH, weight_VH, labels_T, logsumexp_T, mean_T = ctx.saved_tensors
-        shard: VocabShard = ctx.shard
-        real_VH = weight_VH[: shard.size]
-        grad_hidden_TH = torch.zeros_like(hidden_TH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        for at in _chunks(hidden_TH.shape[0], ctx.chunk) if shard.size else ():
-            z_CV = (hidden_TH[at] @ real_VH.T).float().div_(ctx.temperature)
-            p_CV = (z_CV - logsumexp_T[at, None]).exp_()
-            row_C, here_C = _local_label(labels_T[at], shard)
-            grad_CV = p_CV * -grad_logprobs_T[at, None]
-            grad_CV.scatter_add_(1, row_C[:, None], (grad_logprobs_T[at] * here_C)[:, None])
-            if ctx.entropy:
-                grad_CV -= p_CV.mul_(z_CV.sub_(mean_T[at, None])).mul_(grad_entropy_T[at, None])
-            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_TH.dtype)
-            grad_hidden_TH[at] = grad_CV @ real_VH
-            grad_weight_VH[: shard.size] += grad_CV.T @ hidden_TH[at]
+        tiles = _Tiles(hidden_TH, weight_VH, labels_T, *ctx.reading)
+        given_T = torch.zeros_like(logsumexp_T) if grad_logprobs_T is None else grad_logprobs_T
+        # a row's factor goes onto the narrow side of both products: but with an entropy it is not one number a row
+        scale_T = (given_T if grad_entropy_T is None else torch.ones_like(given_T)) / -tiles.temperature
+        hot_T = torch.ones_like(given_T) if grad_entropy_T is None else given_T
+        grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
+        grad_weight_VH = ctx.main_grad
+        if grad_weight_VH is None:
+            grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
+        for at, columns, z_CV, row_C, here_C in tiles:
+            z_CV.sub_(logsumexp_T[at, None])
+            if grad_entropy_T is None:
+                grad_CV = z_CV.exp_()
+            else:
+                p_CV, of_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[at]
+                constant_C = given_T[at] + of_entropy_C * entropy_T[at]
+                grad_CV = z_CV.mul_(of_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
+            grad_CV.scatter_add_(1, row_C[:, None], (-hot_T[at] * here_C)[:, None])
+            _add_product(grad_hidden_TH[at], grad_CV, weight_VH[columns])
+            scaled_CH = (tiles.hidden(at) * scale_T[at, None]).to(hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype)
+            _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
+        grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
+        if ctx.main_grad is not None:
+            return grad_hidden_TH, None, None, None, None, None, None
         return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+
+
+def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
+    """Refer the first two sums to a maximum that is larger by `-by_T`."""
+    sums_nT[1].addcmul_(by_T, sums_nT[0])
+    sums_nT[:2].mul_(by_T.exp())
+
+
+class _Tiles:
+    """Walks over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, label's column or 0,
+    whether the label is in this tile)."""
+
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, shard: VocabShard, temperature: float, chunk: int
+    ) -> None:
+        self.temperature = temperature
+        self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+        self._hidden_TH, self._weight_VH, self._labels_T, self._shard = hidden_TH, weight_VH, labels_T, shard
+        self._tokens = max(1, min(chunk, hidden_TH.shape[0]))
+        columns = TILE_BYTES[hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
+        self._columns = max(1, min(columns, shard.size))
+        self._buffers_2n: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+        for at in _slices(self._hidden_TH.shape[0], self._tokens):
+            hidden_CH = self.hidden(at)
+            for columns in _slices(self._shard.size, self._columns):
+                z_CV = self._buffer(0, at.stop - at.start, columns.stop - columns.start)
+                _add_product(z_CV, hidden_CH, self._weight_VH[columns].T, beta=0.0, alpha=1 / self.temperature)
+                row_C = self._labels_T[at] - (self._shard.start + columns.start)
+                here_C = (row_C >= 0) & (row_C < z_CV.shape[1])
+                yield at, columns, z_CV, row_C.where(here_C, 0), here_C
+
+    def hidden(self, at: slice) -> Tensor:
+        """[C, H], on a CPU in fp32: it has no product of low-precision numbers that is summed in fp32."""
+        hidden_CH = self._hidden_TH[at]
+        return hidden_CH if hidden_CH.is_cuda else hidden_CH.to(self.dtype)
+
+    def second(self, z_CV: Tensor) -> Tensor:
+        """Memory for as much again."""
+        return self._buffer(1, *z_CV.shape)
+
+    def _buffer(self, number: int, tokens: int, columns: int) -> Tensor:
+        while len(self._buffers_2n) <= number:
+            self._buffers_2n.append(self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype))
+        return self._buffers_2n[number][: tokens * columns].view(tokens, columns)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+    """into = beta x into + alpha x a @ b, summed in the precision of `into`."""
+    if a.dtype == b.dtype == into.dtype:
+        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
+    elif into.is_cuda:
+        low = b.dtype if b.dtype != into.dtype else a.dtype
+        torch.addmm(into, a.to(low), b.to(low), beta=beta, alpha=alpha, out_dtype=into.dtype, out=into)
+    else:
+        torch.addmm(into, a.to(into.dtype), b.to(into.dtype), beta=beta, alpha=alpha, out=into)

@@ -20,6 +20,10 @@ class Bench:
 BENCHES: dict[str, Bench] = {
     "advantages": Bench("reinforce_pp, grpo and reinforce_pp_baseline against verl's", "megarl.bench.advantages"),
     "losses": Bench("ppo_clip with its gradient against verl's, time and peak memory", "megarl.bench.losses"),
+    "packing": Bench("rows into bins against MFFD, bins to ranks against verl's partition", "megarl.bench.packing"),
+    "logprobs": Bench(
+        "log-probs from hidden states and their gradients against verl, TRL, Megatron-Core", "megarl.bench.logprobs"
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -18,21 +19,31 @@ from typing import Any
 
 from megarl.bench.frame import Missing
 
-__all__ = ["VERL", "verl_core_algos"]
+__all__ = ["TRL", "VERL", "trl_module", "verl_core_algos", "verl_module"]
 
-VERL = "verl==0.9.1"
-NEVER_CALLED = ("ray", "tensordict", "omegaconf", "codetiming", "pandas")
+VERL, TRL = "verl==0.9.1", "trl==1.16.0"
+NEVER_CALLED = ("ray", "tensordict", "omegaconf", "codetiming", "pandas", "orjson")
 
 
 def verl_core_algos() -> ModuleType:
     """verl's module of advantages and losses. Raises Missing with the command that installs it."""
+    return verl_module("verl.trainer.ppo.core_algos")
+
+
+def verl_module(name: str) -> ModuleType:
+    """Raises Missing with the command that installs verl."""
     if find_spec("verl") is None:
         raise Missing(f"not installed: pip install --no-deps {VERL}")
     sys.meta_path.append(_StandIns([name for name in NEVER_CALLED if find_spec(name) is None]))
     warnings.simplefilter("ignore")
-    from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
+    return import_module(name)
 
-    return core_algos
+
+def trl_module(name: str) -> ModuleType:
+    """Raises Missing with the command that installs TRL."""
+    if find_spec("trl") is None:
+        raise Missing(f"not installed: pip install --no-deps {TRL} accelerate datasets pandas")
+    return import_module(name)
 
 
 class _StandIns(MetaPathFinder, Loader):
