@@ -13,14 +13,13 @@ Shapes: P padded positions of all rows end to end, Q = P / C of them here, H que
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.layout import Axis
 
@@ -48,13 +47,12 @@ def _chunks(context: Axis) -> tuple[int, int]:
     return context.rank, 2 * context.size - 1 - context.rank
 
 
+# (q [R, H, L, D], k [R, G, K, D], v [R, G, K, E], how far each key stands before each query [R, L, K]) -> [R, H, L, E]
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
 def attend(
-    query_QHD: Tensor,
-    key_QGD: Tensor,
-    value_QGE: Tensor,
-    lengths: Sequence[int],
-    group: ProcessGroup,
-    scale: float | None,
+    query_QHD: Tensor, key_QGD: Tensor, value_QGE: Tensor, lengths: Sequence[int], group: ProcessGroup, score: Score
 ) -> Tensor:  # [Q, H * E]
     """Causal attention within each of the rows, whose padded lengths are given; differentiable across the ranks."""
     context = Axis(group.size(), dist.get_rank(group))
@@ -64,23 +62,20 @@ def attend(
     key_PGD, value_PGE = gathered.index_select(0, order_P).split([key_QGD.shape[-1], value_QGE.shape[-1]], -1)
     parts, places = [], []
     for half, at in enumerate(_chunks(context)):
-        for query_RL, key_RK, seen_RLK, kept in _like_chunks(lengths, context.size, at, half):
+        for query_RL, key_RK, back_RLK, kept in _like_chunks(lengths, context.size, at, half):
             q, k, v = (
                 x.index_select(0, index.flatten().to(x.device)).unflatten(0, index.shape).transpose(1, 2)
                 for x, index in ((query_QHD, query_RL), (key_PGD, key_RK), (value_PGE, key_RK))
-            )  # [R, H, L, D], [R, G, K, D], [R, G, K, E]
-            mask = seen_RLK[:, None].to(q.device)
-            out = scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
+            out = score(q, k, v, back_RLK.to(q.device))
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, kept.to(out.device)))
             places.append(query_RL.flatten()[kept])
     return torch.cat(parts).index_select(0, torch.cat(places).argsort().to(query_QHD.device)).flatten(1)
 
 
 def _like_chunks(lengths: Sequence[int], size: int, at: int, half: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Chunk number `at` of rows of like length, stacked: queries [R, L] of Q, keys [R, K] of P, what each query sees
-    [R, L, K], and which of the R * L are no pads. Pads stand behind and repeat the row's first.
+    """Chunk number `at` of rows of like length, stacked: queries [R, L] of Q, keys [R, K] of P, how far each key stands
+    before each query [R, L, K], and which of the R * L are no pads. Pads stand behind and repeat the row's first.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     chunks = torch.tensor(lengths) // (2 * size)
@@ -96,6 +91,6 @@ def _like_chunks(lengths: Sequence[int], size: int, at: int, half: int) -> list[
         is_query = query_L < chunk_R1
         query_RL = start_R1 // size + half * chunk_R1 + torch.where(is_query, query_L, 0)
         key_RK = start_R1 + torch.where(key_K < (at + 1) * chunk_R1, key_K, 0)
-        seen_RLK = key_K <= (at * chunk_R1 + query_L)[..., None]
-        found.append((query_RL, key_RK, seen_RLK, is_query.flatten().nonzero().flatten()))
+        back_RLK = (at * chunk_R1 + query_L)[..., None] - key_K
+        found.append((query_RL, key_RK, back_RLK, is_query.flatten().nonzero().flatten()))
     return found

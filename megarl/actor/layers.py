@@ -73,21 +73,26 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
         if self.context is not None:
             lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-            return attend(query, key, value, lengths, self.context, self.scale)
+            return attend(query, key, value, lengths, self.context, self._attend)
         parts, places = [], []
         for rows_RL, is_token_RL in _like_lengths(packed_seq_params.cu_seqlens_q.tolist()):
             index = rows_RL.flatten().to(query.device)
             q, k, v = (
                 x.index_select(0, index).unflatten(0, rows_RL.shape).transpose(1, 2) for x in (query, key, value)
             )  # [R, H, L, D], [R, G, L, D], [R, G, L, E]
-            out = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
-            )
+            out = self._attend(q, k, v)
             kept = is_token_RL.flatten().nonzero().squeeze(-1).to(query.device)
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, kept))
             places.append(index.index_select(0, kept))
         order = torch.argsort(torch.cat(places))
         return torch.cat(parts).index_select(0, order).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
+        """[R, H, L, E]: causal. `back_RLK`: how far each key stands before each query; None: whole rows."""
+        mask = None if back_RLK is None else (back_RLK >= 0)[:, None]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:

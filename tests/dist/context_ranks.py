@@ -9,7 +9,9 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -26,10 +28,12 @@ from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.model import read_model
 from megarl.config.schema import Config
 from megarl.data.packing import plan_microbatches
-from megarl.layout import Layout
-from megarl.types import LogProbs, ScoredBatch, TrainBatch
+from megarl.layout import Layout, Parallel
+from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch
 
-DENSE: dict[int, list[dict[str, int]]] = {
+Sizes = dict[str, int]  # of parallel
+DENSE: dict[int, list[Sizes]] = {
+    2: [{"context": 2}],
     4: [
         {},
         {"tensor": 2},
@@ -39,9 +43,12 @@ DENSE: dict[int, list[dict[str, int]]] = {
         {"context": 4},
         {"tensor": 2, "context": 2},
         {"pipeline": 2, "context": 2},
+        {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
     ],
+    8: [{"tensor": 2, "pipeline": 2, "context": 2}],
 }
-SPARSE: dict[int, list[dict[str, int]]] = {
+SPARSE: dict[int, list[Sizes]] = {
+    2: [{"context": 2, "expert": 2}],
     4: [
         {},
         {"tensor": 2},
@@ -49,11 +56,12 @@ SPARSE: dict[int, list[dict[str, int]]] = {
         {"expert": 2},
         {"tensor": 2, "expert_tensor": 2},
         {"tensor": 2, "context": 2},
-        {"context": 2, "expert": 2},
+        {"tensor": 2, "expert": 4},
         {"context": 4, "expert": 4},
         {"pipeline": 2, "expert": 2},
-        {"pipeline": 2, "virtual_pipeline": 2},
+        {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
     ],
+    8: [{"tensor": 2, "pipeline": 2, "expert": 2}, {"tensor": 2, "context": 2, "expert": 4, "pipeline": 2}],
 }
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
@@ -68,6 +76,9 @@ class Bench:
 
     def __init__(self, folder: Path, world: int) -> None:
         self.folder, self.world = folder, world
+
+    def fits(self, parallel: Sizes) -> bool:
+        return self.world % Parallel(**parallel).dense == 0
 
     def path(self, model: str) -> Path:
         if dist.get_rank() == 0 and not (self.folder / model).exists():
@@ -126,7 +137,7 @@ def _assembled(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Te
     return whole
 
 
-def update(actor: Actor, scored: ScoredBatch) -> dict[str, Any]:
+def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str, Any]:
     """One update: what it reports, and its gradients before clipping."""
     kept: dict[str, Tensor] = {}
     step = actor_module.take_step
@@ -137,7 +148,6 @@ def update(actor: Actor, scored: ScoredBatch) -> dict[str, Any]:
 
     actor_module.take_step = keeping
     try:
-        plan = plan_microbatches(scored, actor.layout, actor.config.train)
         report = actor.update(scored, plan).updates[0]
     finally:
         actor_module.take_step = step
@@ -217,23 +227,32 @@ def router_terms(logits_TE: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     return aux, logits_TE.exp().sum(-1).log().square().mean()
 
 
-def check_layouts(bench: Bench, model: str, layouts: list[dict[str, int]], **sections: Any) -> list[dict[str, Any]]:
-    """Every layout against the oracle, which rank 0 asks once."""
+def check_layouts(
+    bench: Bench,
+    model: str,
+    layouts: list[Sizes],
+    batch: TrainBatch,
+    *,
+    plans: list[MicrobatchPlan] | None = None,  # None: megarl's own
+    ask: bool = True,
+    **sections: Any,
+) -> list[dict[str, Any]]:
+    """Every layout against plain transformers; unless those are asked, against the first layout."""
     found: list[dict[str, Any]] = []
-    batch = random_batch(num_rows=8)
     logprobs, true = bench.actor(model, config_of({})).logprobs(batch).old, {}
-    for parallel in layouts:
+    for number, parallel in enumerate(layouts):
         config = config_of(parallel, **sections)
         actor = bench.actor(model, config)
         error = float((actor.logprobs(batch).old - logprobs).abs().max())
         scored = score(batch, config, logprobs)
-        if not true and dist.get_rank() == 0:
+        if ask and not true and dist.get_rank() == 0:
             true = oracle(load_model(bench.folder / model), scored, config)
-        one = update(actor, scored)
+        plan = plans[number] if plans else plan_microbatches(scored, actor.layout, config.train)
+        one = update(actor, scored, plan)
+        true = true or one
         if dist.get_rank() == 0:
             found.append({"parallel": parallel, "logprob_error": error, **compared(one, true)})
-            if "-v" in sys.argv:
-                print(json.dumps(found[-1]), flush=True)
+            print(json.dumps(found[-1]), flush=True)
     return found
 
 
@@ -241,16 +260,78 @@ MOE = {"aux_loss": 0.1, "z_loss": 0.02}
 
 
 def check_dense(bench: Bench) -> list[dict[str, Any]]:
-    return check_layouts(bench, "qwen3@4", DENSE[bench.world])
+    return check_layouts(bench, "qwen3@4", DENSE[bench.world], random_batch(num_rows=8))
 
 
 def check_sparse(bench: Bench) -> list[dict[str, Any]]:
-    return check_layouts(bench, "qwen3_moe@4", SPARSE[bench.world], moe=MOE)
+    return check_layouts(bench, "qwen3_moe@4", SPARSE[bench.world], random_batch(num_rows=8), moe=MOE)
+
+
+def check_plans(bench: Bench) -> list[dict[str, Any]]:
+    """Rows dealt out at random, in 1 to 16 micro-batches a rank: whatever lies together, the same gradient."""
+    layouts: list[Sizes] = [size for size in ({}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}) if bench.fits(size)]
+    layouts = layouts * (6 // len(layouts))
+    batch, draw = random_batch(num_rows=16, seed=5), Random(bench.world)
+    plans = []
+    for number, parallel in enumerate(layouts):
+        data = bench.world // Parallel(**parallel).dense
+        count = (1, 16)[number] if number < 2 else draw.randint(2, 15)
+        dealt: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(data)]
+        for row in draw.sample(range(16), 16):
+            draw.choice(draw.choice(dealt)).append(row)
+        rows = tuple(tuple(tuple(part) for part in rank) for rank in dealt)
+        plans.append(MicrobatchPlan((rows,), (int(batch.mask.sum()),), 1.0))
+    return check_layouts(bench, "qwen3_moe", layouts, batch, plans=plans, moe=MOE)
+
+
+def check_idle(bench: Bench) -> list[dict[str, Any]]:
+    """A data rank without rows; context ranks with no token to learn, as only the last chunk of each row has one."""
+    batch = random_batch(num_rows=3, seed=3)
+    is_last = torch.zeros_like(batch.mask).index_put((batch.cu_seqlens[1:] - 2,), torch.tensor(True))
+    batch = replace(batch, mask=batch.mask & is_last)
+    return check_layouts(bench, "qwen3_moe", [{}, {"context": 4}, {"tensor": 2, "context": 2}], batch, moe=MOE)
+
+
+def check_families(bench: Bench) -> list[dict[str, Any]]:
+    """Latent attention, partial rotary embedding, shared experts and sigmoid routers, split along the rows."""
+    layouts: list[Sizes] = [{}, {"context": 2, "expert": 2}]
+    batch, moe = random_batch(num_rows=6, seed=2), MOE | {"bias_update_rate": 0.01}
+    models = ("deepseek_v3", "glm4_moe")
+    return [one for model in models for one in check_layouts(bench, model, layouts, batch, ask=False, moe=moe)]
+
+
+def check_objectives(bench: Bench) -> list[dict[str, Any]]:
+    """Losses of whole sequences, a KL term and an entropy bonus need whole rows on every context rank."""
+    objective = {
+        "loss": "gspo",
+        "aggregation": "seq-mean-token-mean",
+        "entropy_coef": 0.05,
+        "kl": {"estimator": "k3+", "where": "loss", "coef": 0.2},
+    }
+    layouts: list[Sizes] = [{}, {"context": 4}, {"tensor": 2, "context": 2}]
+    return check_layouts(bench, "qwen3", layouts, random_batch(num_rows=8), ask=False, algorithm=objective)
+
+
+def check_dispatcher(bench: Bench) -> list[dict[str, Any]]:
+    """Megatron's other dispatcher."""
+    layouts: list[Sizes] = [
+        {"expert": 2},
+        {"tensor": 2, "expert_tensor": 2},
+        {"context": 2, "expert": 4},
+        {"pipeline": 2},
+    ]
+    moe = MOE | {"dispatcher": "allgather"}
+    return check_layouts(bench, "qwen3_moe", layouts, random_batch(num_rows=8), moe=moe)
 
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "dense": check_dense,
     "sparse": check_sparse,
+    "plans": check_plans,
+    "idle": check_idle,
+    "families": check_families,
+    "objectives": check_objectives,
+    "dispatcher": check_dispatcher,
 }
 
 
@@ -276,6 +357,6 @@ if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         mp.spawn(
             work,
-            (sys.argv[1], scratch, int(sys.argv[2]), [name for name in sys.argv[3:] if name in CHECKS] or list(CHECKS)),
+            (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:] or list(CHECKS)),
             int(sys.argv[2]),
         )
