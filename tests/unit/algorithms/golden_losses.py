@@ -7,6 +7,8 @@ from golden_cases import Case, Outputs, rule
 from torch import Tensor
 
 from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT, VALUE_LOSSES, WEIGHTS
+from megarl.algorithms.objective import _kl_loss
+from megarl.config.schema import KlTerm
 
 
 def policy_loss(
@@ -71,6 +73,12 @@ def verl_cispo(case: Case, adv: str, how: str) -> Outputs:
 @rule(r"verl\.loss\.gpg\.grpo\.(?P<aggregation>.*)")
 def verl_gpg_loss(case: Case, aggregation: str) -> Outputs:
     return policy_loss(case, "gpg", aggregation=aggregation)
+
+
+@rule(r"trl\.loss\.rloo")
+def trl_rloo_loss(case: Case) -> Outputs:
+    options = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio": "sequence"}
+    return policy_loss(case, "ppo_clip", aggregation="seq-mean-token-mean", **options)
 
 
 @rule(r"verl\.loss\.sapo\.grpo")
@@ -258,6 +266,18 @@ def kl(case: Case, peer: str, form: str, name: str) -> Outputs:
     limit = {"value_clamp": 10.0} if ours in ("k3", "k3+") and (peer, name) != ("slime", "k3") else {}
     logprobs_T = case.flat("log_prob").requires_grad_()
     value_T = KL[ours](*(torch.where(case.mask, x_T, 0) for x_T in (logprobs_T, case.flat("ref_log_prob"))), **limit)
+    value_T.sum().backward()
+    return {"kl": value_T.detach(), "grad_logprob": logprobs_T.grad}
+
+
+@rule(r"slime\.kl\.unbiased_k3")
+def unbiased_kl(case: Case) -> Outputs:
+    """k3 times the ratio, both with gradient: what `kl.is_ratio` does."""
+    logprobs_T = case.flat("log_prob").requires_grad_()
+    new_T, old_T, ref_T = (
+        torch.where(case.mask, x, 0) for x in (logprobs_T, *map(case.flat, ("old_log_prob", "ref_log_prob")))
+    )
+    value_T = _kl_loss(new_T, old_T, ref_T, KlTerm(estimator="k3", coef=1.0, is_ratio=True))
     value_T.sum().backward()
     return {"kl": value_T.detach(), "grad_logprob": logprobs_T.grad}
 

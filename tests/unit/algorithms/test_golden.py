@@ -23,8 +23,8 @@ from megarl.algorithms.kl import adapt
 # Reason -> (entries, cases), the first match counts.
 LEFT_OUT = {
     "no such estimator of ours": (r"verl\.adv\.(grpo_passk|gdpo|(tir_)?optimal).*|trl\.adv\.(gdpo|rloo\.n1.*)", ".*"),
-    "no such loss of ours": (r"verl\.loss\.(dppo|dro).*|trl\.loss\.(vespo|beta_bc|rloo)\b.*", ".*"),
-    "no such KL of ours": (r"verl\.kl\.(k1|abs)\+|nemo\.kl_sf\.k[12]|slime\.kl\.unbiased_k3", ".*"),
+    "no such loss of ours": (r"verl\.loss\.(dppo|dro).*|trl\.loss\.(vespo|beta_bc)\b.*", ".*"),
+    "no such KL of ours": (r"verl\.kl\.(k1|abs)\+|nemo\.kl_sf\.k[12]", ".*"),
     "corrects by the policy being trained": (r"verl\.loss\.bypass\.(?!grpo\.(ppo_clip|reinforce)\.None\.None).*", ".*"),
     "rejects by other statistics": (r"verl\.rc\.(rs\.|is\.sequence\.0\.5).*", ".*"),
     "weights normalised by the batch, or by a geometric mean": (r"verl\.(rc\.is.*bn1|loss\.geo_mean\.grpo\.is)", ".*"),
@@ -38,11 +38,11 @@ LEFT_OUT = {
     "the peer's sum is not masked, or not divided by the batch": (r"roll\.agg.*", ".*"),
     "the empty row counts": (
         r"verl\.(adv\.(grpo|rloo|gpg|opo|reinforce_plus_plus_baseline)|loss\.geo_mean).*"
-        r"|(trl|nemo|roll|openrlhf)\.(adv|reward).*|trl\.loss\.(grpo|dr_grpo|sapo|gspo|luspo)\.grpo",
+        r"|(trl|nemo|roll|openrlhf)\.(adv|reward).*|trl\.loss\.((grpo|dr_grpo|sapo|gspo|luspo)\.grpo|rloo)",
         "masked_row",
     ),
     "the peer does not limit the log-ratio, or limits every value": (
-        r"(trl|nemo|areal)\.loss.*|(openrlhf|nemo)\.(kl|adv).*|slime\.kl\.k3|verl\.loss\.(clip|kl)_cov.*",
+        r"(trl|nemo|areal)\.loss.*|(openrlhf|nemo)\.(kl|adv).*|slime\.kl\.(unbiased_)?k3|verl\.loss\.(clip|kl)_cov.*",
         "extreme",
     ),
     "the peer's KL gradient ends where its value does": (r"nemo\.(kl_sf\.k3|loss\.kl.*)", "mixed_groups"),
