@@ -288,6 +288,7 @@ def boxes_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fal
         for depth in range(shape.mtp_layers if mtp else 0):
             begin = len(found)
             add_layer(prefixes[-1], shape.layers + depth, depth)
+            # as Megatron-Core 0.16 calls it; 0.19 says mtp_model_layer
             old, new = f"decoder.layers.{depth}.", f"mtp.layers.{depth}.transformer_layer."
             found[begin:] = [replace(box, param=box.param.replace(old, new, 1)) for box in found[begin:]]
             add(table.mtp, prefixes[-1], {"layer": shape.layers + depth}, {"layer": depth})

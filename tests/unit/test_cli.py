@@ -88,3 +88,20 @@ def test_help_names_the_commands(folder: Path) -> None:
     code, out, _err = megarl(folder, "--help")
     assert code == 0
     assert all(word in out for word in ("train", "eval", "report", "section.key=value"))
+
+
+def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
+    """A model of 117 billion parameters on 64 GPUs, from its config.json."""
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    model = f"model.path={configs}/models/gpt_oss_120b"
+    code, out, err = megarl(folder, "plan", str(configs / "gpt_oss_120b.yaml"), model, "--weights", "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert plan["plan_seconds"] < 60 and plan["bytes_kept"] == plan["bytes_received"] > 4 * plan["model_bytes"]
+    assert {"num_messages", "predicted_seconds", "floor_seconds", "busiest_link_over_mean"} <= plan.keys()
+    code, out, err = megarl(folder, "plan", "c.yaml", "--weights", "parallel.pipeline=2", "launch.processes=2")
+    assert (code, err) == (0, "")
+    assert "out, stage 1" in out and "time on the wire" in out
+    code, out, err = megarl(folder, "plan", "c.yaml", "--weights", "rollout.tensor=2", "launch.processes=3")
+    assert (code, out) == (2, "")
+    assert "launch.processes=3 is not divisible by the 2 ranks of an engine replica; use a multiple of 2" in err

@@ -1,0 +1,111 @@
+"""Ranks of a large model's trainer, one after another in one process: real Megatron modules on the meta device.
+
+    python meta_ranks.py FOLDER '{"tensor": ...}' WORLD   -> JSON {rank: {parameter: shape}}
+    python meta_ranks.py FOLDER mtp                       -> the same of one rank, few layers, multi-token prediction
+
+A fake process group stands for the other ranks: each build sees the coordinates its rank has in the whole world.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config.model import ModelShape, read_model
+from megarl.layout import Layout, Parallel
+from megarl.platform import host
+
+host.install()
+
+from megarl.actor.build import build_model, destroy_parallel, held_tensors, init_parallel  # noqa: E402
+from megarl.actor.settings import transformer_config  # noqa: E402
+
+
+class OnMeta(TorchFunctionMode):
+    """Megatron names its device in every call; here each is meta."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def chosen(parallel: Parallel, world: int) -> list[int]:
+    """One rank of each class: every stage, at the first and the last tensor and expert coordinate."""
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(world):
+        at = Layout.of(parallel, world, rank)
+        if (at.tp.first or at.tp.last) and (at.ep.first or at.ep.last) and (at.etp.first or at.etp.last):
+            found.setdefault((at.pp.rank, at.tp.rank, at.ep.rank, at.etp.rank), rank)
+    return list(found.values())
+
+
+def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[str, list[int]]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    layout = Layout.of(parallel, world, rank)
+    init_parallel(parallel, layout)
+    config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+    with torch.device("meta"), OnMeta():
+        held = held_tensors(
+            gpt_oss(shape, layout, config) if shape.sinks else build_model(shape, layout, config, use_te=False)
+        )
+    wide = {name for name, tensor in held.items() if tensor.dtype == torch.float32}
+    assert shape.sinks or all(name.endswith("expert_bias") for name in wide), wide  # Megatron's local norm has fp32
+    destroy_parallel()
+    dist.destroy_process_group()
+    return {name: list(tensor.shape) for name, tensor in held.items()}
+
+
+def gpt_oss(shape: ModelShape, layout: Layout, config: Any) -> list[Any]:
+    """Megatron's own layer, as the actor does not train this family: biases everywhere and learnt sinks."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    config = replace(config, add_bias_linear=True, softmax_type="learnable")
+    spec = get_gpt_layer_local_spec(num_experts=shape.experts, normalization="RMSNorm")
+    first, last = layout.pp.first, layout.pp.last
+    vocab = -(-shape.vocab // 8) * 8
+    return [GPTModel(config, spec, vocab, shape.max_position, pre_process=first, post_process=last,
+                     share_embeddings_and_output_weights=False, position_embedding_type="rope")]  # fmt: skip
+
+
+def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from megarl.actor.layers import block_spec
+
+    shape = replace(shape, layers=shape.dense_layers + 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    layout = Layout.of(Parallel(), 1, 0)
+    init_parallel(Parallel(), layout)
+    config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+    config = replace(config, mtp_num_layers=shape.mtp_layers)
+    block = block_spec(config, [layer >= shape.dense_layers for layer in range(shape.layers)], use_te=False)
+    more = get_gpt_mtp_block_spec(config, block.layer_specs[-1], use_transformer_engine=False)
+    with torch.device("meta"), OnMeta():
+        model = GPTModel(config, block, shape.vocab, shape.max_position, mtp_block_spec=more,
+                         share_embeddings_and_output_weights=False, position_embedding_type="rope")  # fmt: skip
+    return {name: list(tensor.shape) for name, tensor in held_tensors([model]).items()}
+
+
+def main(folder: str, sizes: str, world: str = "1") -> None:
+    if sizes == "mtp":
+        print("RANKS " + json.dumps({0: with_prediction(read_model(folder))}))
+        return
+    shape, parallel = read_model(folder), Parallel(**json.loads(sizes))
+    ranks: Sequence[int] = chosen(parallel, int(world))
+    print("RANKS " + json.dumps({rank: build(shape, parallel, int(world), rank) for rank in ranks}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
