@@ -41,14 +41,14 @@ def test_the_example_server():
 
 
 def test_order_is_by_id_and_requests_overlap(served, answering, cases):
-    now, most, lock = 0, 0, threading.Lock()
+    now, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(3, timeout=8)
 
     def backwards(handler, body):
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
-        time.sleep(0.05)
+        together.wait()  # of six requests, three and three are here at once
         with lock:
             now -= 1
         answer = scores(body)
