@@ -140,6 +140,7 @@ def _assembled(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Te
 def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str, Any]:
     """One update: what it reports, and its gradients before clipping."""
     kept: dict[str, Tensor] = {}
+    before = router_biases(actor)
     step = actor_module.take_step
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -156,8 +157,16 @@ def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str,
         "grad_norm": report.grad_norm,
         "metrics": report.metrics,
         "gradients": kept,
+        "layers": actor.shape.layers - actor.shape.dense_layers,
+        "bias": (router_biases(actor) - before).tolist(),
         "microbatches": len(plan.rows[0][0]),
     }
+
+
+def router_biases(actor: Actor) -> Tensor:
+    """Of this rank's layers, end to end."""
+    found = [tensor for name, tensor in actor.parameters_by_name().items() if name.endswith("expert_bias")]
+    return torch.cat([torch.zeros(0), *(bias.detach().clone() for bias in found)])
 
 
 def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +183,9 @@ def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
         "grad_norm": [found["grad_norm"], true["grad_norm"]],
         "gradient": [worst[name], name],
         "terms": [found["metrics"].get(f"moe/{name}") for name in ("aux_loss", "z_loss")],
-        "true_terms": true["terms"],
+        "true_terms": true.get("terms"),
+        "layers": found["layers"],
+        "bias": found["bias"],
         "microbatches": found["microbatches"],
     }
 
@@ -270,7 +281,7 @@ def check_sparse(bench: Bench) -> list[dict[str, Any]]:
 def check_plans(bench: Bench) -> list[dict[str, Any]]:
     """Rows dealt out at random, in 1 to 16 micro-batches a rank: whatever lies together, the same gradient."""
     layouts: list[Sizes] = [size for size in ({}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}) if bench.fits(size)]
-    layouts = layouts * (6 // len(layouts))
+    layouts = (6 * layouts)[:6]
     batch, draw = random_batch(num_rows=16, seed=5), Random(bench.world)
     plans = []
     for number, parallel in enumerate(layouts):
