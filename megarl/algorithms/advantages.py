@@ -109,7 +109,7 @@ def _scored(
     limit = torch.finfo(rewards_T.dtype).max / 8
     rewards_K = spans.sum_within(rewards_T) if of_rows else spans.at_ends(rewards_T)
     valid_N = (spans.num_tokens_N > 0) & spans.sums_fit(rewards_K, limit)
-    values_K = None if values_T is None else spans.at_ends(values_T.detach().cpu()).double()
+    values_K = None if values_T is None else spans.at_ends(values_T).double()
     if values_K is not None:
         valid_N &= spans.sums_fit(values_K, limit)
     if baseline_N is not None:

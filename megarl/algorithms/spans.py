@@ -14,14 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.segments import at_least_fp32
+
 __all__ = ["Spans", "lay", "pick"]
 
 RARE = 1 / 16  # of the positions: up to here spans are found one by one
 
 
 def pick(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """[K]: what lies on the True positions."""
-    return torch.from_numpy(x_T.detach().cpu().numpy()[mask_T.cpu().numpy()])
+    """[K]: what lies on the True positions, half precision as fp32."""
+    x_T = x_T.detach().cpu()
+    x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T  # numpy has no bfloat16
+    return torch.from_numpy(x_T.numpy()[mask_T.cpu().numpy()])
 
 
 def lay(x_K: Tensor, mask_T: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import at_least_fp32
 from megarl.algorithms.spans import lay, pick
 
 __all__ = ["Stats", "stats_of", "whiten", "whiten_", "whiten_stats"]
@@ -60,7 +59,7 @@ def stats_of(x_K: Tensor, weights_K: Tensor | None = None) -> Stats:
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
     """Statistics of `x_T` over the True positions."""
-    return stats_of(pick(x_T.to(at_least_fp32(x_T.dtype)), mask_T.bool()))
+    return stats_of(pick(x_T, mask_T.bool()))
 
 
 def whiten_(x_K: Tensor, stats: Stats, *, center_only: bool = False, eps: float = 1e-8, biased: bool = False) -> Tensor:
@@ -85,6 +84,6 @@ def whiten(
     """`whiten_` on the True positions, 0 elsewhere; `stats` are those of the whole rollout batch where `x_T` is only a
     part of it."""
     mask_T = mask_T.bool()
-    x_K = pick(x_T.to(at_least_fp32(x_T.dtype)), mask_T)
+    x_K = pick(x_T, mask_T)
     stats = stats_of(x_K) if stats is None else stats
     return lay(whiten_(x_K, stats, center_only=center_only, eps=eps, biased=biased), mask_T)
