@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.types import CheckFailed
+from megarl.weights.digest import placed
 from megarl.weights.mapping import Box
 from megarl.weights.plan import Boxes, Message
 from megarl.weights.publish import Publisher
@@ -121,8 +122,12 @@ class _File:
             Box(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride())) for name, x in self._words.items()
         ]
 
-    def begin(self) -> None:
+    def begin(self, *, places: bool) -> None:
         self._loaded = {}
+
+    def places(self) -> Tensor:
+        sums = [placed(tensor, (0,) * tensor.dim()) for tensor in self._words.values()]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         back, at = torch.empty_like(flat), 0

@@ -25,7 +25,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.rollout.record import Fill, Recording
 from megarl.types import CheckFailed
-from megarl.weights.plan import Message, Piece
+from megarl.weights.digest import placed
+from megarl.weights.mapping import Box
+from megarl.weights.plan import Message, View
 from megarl.weights.words import boxes_in_words
 
 __all__ = ["LayerReceiver", "State"]
@@ -61,14 +63,19 @@ class LayerReceiver:
         self._fills: dict[str, list[Fill]] = defaultdict(list)
         for box in self.boxes:
             self._total[_split(box.param)[0]] += box.numel
+        self._sums: list[Tensor] = []  # of every box, while places are to be proven
+        self._boxes: dict[str, list[tuple[int, Box]]] = defaultdict(list)  # of each module
+        for number, box in enumerate(self.boxes):
+            self._boxes[_split(box.param)[0]].append((number, box))
         for fill in recording.fills:
             self._fills[_split(fill.param)[0]].append(fill)
         self._left: dict[str, int] = {}
         self._loaded: dict[str, int] = defaultdict(int)  # elements received of each HF tensor
 
-    def begin(self) -> None:
+    def begin(self, *, places: bool) -> None:
         self.abort()
         self.state = "writing"
+        self._sums = [torch.zeros((), dtype=torch.int64)] * len(self.boxes) if places else []
         self._left = dict(self._total)
         self._loaded.clear()
 
@@ -82,7 +89,7 @@ class LayerReceiver:
             layer = self._modules[module]
             if not self._is_open(layer):
                 self._open(module)
-            view = self._view(layer, piece)
+            view = self._view(layer, piece.name, piece.shape, piece.destination)
             view.copy_(flat[at : at + piece.numel].view(piece.shape))
             back[at : at + piece.numel].view(piece.shape).copy_(
                 view
@@ -111,6 +118,10 @@ class LayerReceiver:
         self.state = "sealed"
         return dict(self._loaded)
 
+    def places(self) -> Tensor:
+        assert self.state == "sealed" and self._sums, f"places in state {self.state}"
+        return torch.stack(self._sums)
+
     def finish(self, version: int) -> None:
         assert self.state == "sealed", f"finish in state {self.state}"
         self.state, self.version = "ready", version
@@ -125,13 +136,13 @@ class LayerReceiver:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
 
-    def _view(self, layer: nn.Module, piece: Piece) -> Tensor:
-        into, data = piece.destination, getattr(layer, _split(piece.destination.param)[1]).data
-        if piece.name in self._fp32:
+    def _view(self, layer: nn.Module, name: str, shape: tuple[int, ...], into: View | Box) -> Tensor:
+        data = getattr(layer, _split(into.param)[1]).data
+        if name in self._fp32:
             if data.dtype != torch.float32:
-                raise CheckFailed(f"the engine keeps {piece.name} in {data.dtype}, the trainer in fp32")
+                raise CheckFailed(f"the engine keeps {name} in {data.dtype}, the trainer in fp32")
             data = data.view(self._dtype)
-        return data.as_strided(piece.shape, into.strides, data.storage_offset() + into.offset)
+        return data.as_strided(shape, into.strides, data.storage_offset() + into.offset)
 
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
@@ -149,6 +160,8 @@ class LayerReceiver:
     def _close(self, module: str) -> None:
         layer = self._modules[module]
         info = layerwise.get_layerwise_info(layer)
+        for number, box in self._boxes[module] if self._sums else ():
+            self._sums[number] = placed(self._view(layer, box.name, box.shape, box), box.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()

@@ -23,7 +23,7 @@ from megarl.weights.dealer import Dealer, Fleet, Ints, engine_layout_of
 from megarl.weights.mapping import Box, of_expert
 from megarl.weights.models import megatron_table
 from megarl.weights.models.engine import engine_table
-from megarl.weights.order import EMBEDDING, HEAD, assign_rounds
+from megarl.weights.order import EMBEDDING, HEAD, Rows, assign_rounds
 from megarl.weights.plan import Piece, make_piece
 
 __all__ = ["Fleet", "Flows", "plan_flows"]
@@ -116,12 +116,10 @@ def plan_flows(
     first = max(bundle.unit for bundle in bundles) + 1
     units = np.array([bundle.unit for bundle in bundles])[rows["bundle"]]
     units = np.where(rows["expert"] >= 0, first + rows["expert"] % each, units)
+    group = dealer.group_of_gpu[rows["destination"]]
     rounds = assign_rounds(
-        layers_of_stages=dealer.layers_of_stages,
-        group=dealer.group_of_gpu[rows["destination"]],
-        layer=rows["layer"],
-        unit=units,
-        num_bytes=num_bytes,
+        Rows(group, rows["layer"], units, num_bytes),
+        dealer.layers_of_stages,
         receivers=dealer.group_size,
         senders=fleet.trainers // fleet.parallel.pipeline,
         bucket_bytes=bucket_bytes,

@@ -11,35 +11,43 @@ bytes that one GPU receives.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EMBEDDING", "HEAD", "assign_rounds"]
+__all__ = ["EMBEDDING", "HEAD", "Rows", "assign_rounds"]
 
 Ints = NDArray[np.int64]
 Sizes = NDArray[np.float64]
 EMBEDDING, HEAD = -2, -1  # layers that are none
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is to be ordered: arrays over rows."""
+
+    group: Ints  # of replicas
+    layer: Ints
+    unit: Ints  # within the layer
+    num_bytes: Ints
+
+
 def assign_rounds(
-    *,
+    rows: Rows,
     layers_of_stages: list[list[int]],
-    group: Ints,  # [rows]
-    layer: Ints,
-    unit: Ints,
-    num_bytes: Ints,
+    *,
     receivers: int,  # GPUs of a group
     senders: int,  # GPUs of a stage
     bucket_bytes: int,
 ) -> Ints:
     """[rows]. In a round a GPU receives `bucket_bytes`, give or take a unit: units are not cut."""
-    units, groups = int(unit.max()) + 1, int(group.max()) + 1
+    units, groups = int(rows.unit.max()) + 1, int(rows.group.max()) + 1
     depth = max(layer for layers in layers_of_stages for layer in layers) + 3
-    key = (group * depth + layer + 2) * units + unit
+    key = (rows.group * depth + rows.layer + 2) * units + rows.unit
     # [groups, layers + 2, units]: what one GPU receives of a unit, on average over its group
-    sizes = np.bincount(key, weights=num_bytes, minlength=groups * depth * units).reshape(groups, depth, units)
-    sizes /= receivers
+    sizes = np.bincount(key, weights=rows.num_bytes, minlength=groups * depth * units)
+    sizes = sizes.reshape(groups, depth, units) / receivers
     lanes = min(len(layers_of_stages), -(-receivers // senders))
     starts = _starts(layers_of_stages, sizes.sum(2), lanes)
     # a unit stands where half of it has been sent: those of several lanes alternate

@@ -1,18 +1,23 @@
 """The actor's weights into the engine, shard to shard, verified every time.
 
     connect:  receivers' boxes gathered, names checked against the checkpoint's, one plan, its fingerprint compared
-    publish:  begin -> per round: pack, send, write, read back -> checksums compared -> seal -> probe -> finish(version)
+    publish:  roll call -> begin -> per round: pack, send, write, read back -> checksums compared -> seal -> places
+              -> probe -> finish(version)
 
 A checksum is taken of every bucket as packed and of the memory it was written to; both go into one table that is
-summed over all ranks, so every rank sees every fault and all refuse together. Whatever fails after `begin` leaves
-the engine without a version: it refuses prompts until a sync succeeds.
+summed over all ranks, so every rank sees every fault and all refuse together. On the first sync (always, where the
+probe is) a second one proves that each slice lies in its place, plan or no plan (places.py). What fails before `begin`
+(a rank that does not come, a parameter that is not there) leaves the engine as it was, serving its old version.
+Whatever fails after leaves it without a version: it refuses prompts until a sync succeeds.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -20,7 +25,9 @@ from torch import Tensor
 
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.digest import digest
-from megarl.weights.mapping import Box
+from megarl.weights.mapping import Box, by_pairs
+from megarl.weights.models.engine import disagreement
+from megarl.weights.places import Places
 from megarl.weights.plan import Boxes, Message, Plan, find_gaps, make_plan
 from megarl.weights.transports import Transport
 from megarl.weights.words import boxes_in_words, shapes_in_words
@@ -38,7 +45,9 @@ class Receiver(Protocol):
         """What this rank keeps of each HF tensor, in the order of its layers."""
         ...
 
-    def begin(self) -> None: ...
+    def begin(self, *, places: bool) -> None:
+        """`places`: a checksum of every box will be asked for."""
+        ...
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         """Write a bucket [numel]; the same elements as read back from where they were written."""
@@ -46,6 +55,10 @@ class Receiver(Protocol):
 
     def seal(self) -> Mapping[str, int]:
         """All is written: elements received of each HF tensor. Raises CheckFailed when a layer is incomplete."""
+        ...
+
+    def places(self) -> Tensor:
+        """[boxes] int64: `digest.placed` of each box, read from where it lay in checkpoint form."""
         ...
 
     def finish(self, version: int) -> None: ...
@@ -67,6 +80,12 @@ class Probe:
     always: bool = False  # False: only the first sync of a run
 
 
+@dataclass(frozen=True)
+class _Packed:
+    outgoing: dict[int, Tensor]  # by destination
+    staying: list[tuple[int, Tensor]]  # (message, its elements)
+
+
 class Publisher:
     """roles.Weights. Build it with `connect`, on every rank."""
 
@@ -80,8 +99,10 @@ class Publisher:
         num_tensors: int,
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),
+        places: Places | None = None,
     ) -> None:
         self.plan = plan
+        self._places = places
         self._receiver = receiver
         self._transport = transport
         self._parameters = parameters
@@ -93,6 +114,7 @@ class Publisher:
         mine = (message for message in plan.messages if message.source == transport.rank)
         self._fp32_parameters = {p.source.param for message in mine for p in message.pieces if p.name in fp32}
         self._device = next(iter(parameters().values())).device
+        self._first = [0, *accumulate(len(round_) for round_ in plan.rounds)]  # [rounds + 1] message each begins with
 
     @classmethod
     def connect(
@@ -108,9 +130,17 @@ class Publisher:
         bucket_bytes: int = BUCKET_BYTES,
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),  # HF tensors that stay fp32 on both sides; the receiver knows them too
+        table: Sequence[Box] | None = None,  # what the family's table says that this rank of the engine keeps
     ) -> Publisher:
-        """Raises CheckFailed, on all ranks, when a tensor is missing on either side or ranks plan differently."""
+        """Raises CheckFailed, on all ranks, when a tensor is missing on either side, when the engine keeps one
+        elsewhere than its table says, or when ranks plan differently."""
         destinations: list[list[Box]] = transport.gather(list(receiver.boxes))
+        if table is not None:
+            said = transport.gather(disagreement(boxes_in_words(table, fp32, dtype.itemsize), receiver.boxes))
+            if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+                raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out otherwise than the one megarl is made for")
+        paired = {b.name for boxes in sources for b in boxes if len(b.shape) > len(expected[b.name])}
+        destinations = [[by_pairs(b) if b.name in paired else b for b in boxes] for boxes in destinations]
         sources = [boxes_in_words(boxes, fp32, dtype.itemsize) for boxes in sources]
         expected = shapes_in_words(expected, fp32, dtype.itemsize)
         _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
@@ -126,22 +156,28 @@ class Publisher:
         if len(set(prints)) > 1:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
-        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32)
+        places = Places.of(list(expected), sources, destinations, replica_ranks, dtype)
+        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places)
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, when anything is missing or changed; the engine then refuses prompts."""
         began = time.perf_counter()
+        self._transport.roll_call(f"the sync of weights, version {version}")
         parameters = self._parameters()
-        self._receiver.begin()
+        self._agree(self._lacking(parameters), "the engine keeps the version it had")
+        places = self._places if not self._proven or (self._probe is not None and self._probe.always) else None
+        self._receiver.begin(places=places is not None)
         try:
-            self._agree(self._lacking(parameters))
             sent, received, fault = self._move(parameters)
             self._compare(sent, received, fault)
             self._agree(self._seal())
+            if places is not None:
+                places.compare(self._transport, parameters, self._receiver.places())
             self._prove()
         except BaseException:
             self._receiver.abort()
             raise
+        self._proven = True
         self._receiver.finish(version)
         seconds = time.perf_counter() - began
         return PublishReport(
@@ -165,43 +201,63 @@ class Publisher:
 
     def _move(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, str | None]:
         """Run all rounds. A write that fails is remembered and the rounds go on, for the peers' sake."""
-        rank, number, fault = self._transport.rank, 0, None
+        fault = None
         sent = torch.zeros(len(self.plan.messages), dtype=torch.int64, device=self._device)  # [messages]
         received = torch.zeros_like(sent)
-        for round_ in self.plan.rounds:
-            buffers: dict[int, Tensor] = {}
-            outgoing: dict[int, Tensor] = {}
-            incoming: dict[int, Tensor] = {}
-            for index, message in enumerate(round_, number):
-                if message.source == rank:
-                    buffers[index] = _pack(message, parameters, self._dtype, self._device)
-                    sent[index] = digest(buffers[index])
-                    if message.destination != rank:
-                        outgoing[message.destination] = buffers.pop(index)
-                elif message.destination == rank:
-                    buffers[index] = torch.empty(message.numel, dtype=self._dtype, device=self._device)
-                    incoming[message.source] = buffers[index]
-            wait = self._transport.start(outgoing, incoming)
-            # what stays here is written while the rest is in flight
-            for index in sorted(buffers, key=lambda index: self.plan.messages[index].source != rank):
-                message = self.plan.messages[index]
-                if message.source != rank:
+        packed = self._pack_round(0, parameters, sent)
+        for number in range(len(self.plan.rounds)):
+            current, incoming = packed, self._incoming(number)
+            wait = self._transport.start(current.outgoing, {peer: flat for peer, (_, flat) in incoming.items()})
+            packed = self._pack_round(number + 1, parameters, sent)  # while this round is in flight
+            arrived = [*current.staying, *incoming.values()]
+            for position, (index, flat) in enumerate(arrived):
+                if position == len(current.staying):
                     wait()
                 if fault is None:
                     try:
-                        received[index] = digest(self._receiver.write(message, buffers[index]))
+                        received[index] = digest(self._receiver.write(self.plan.messages[index], flat))
                     except Exception as error:  # noqa: BLE001 (told to all ranks below; peers still wait for our rounds)
-                        fault = f"{message}: {type(error).__name__}: {error}"
+                        fault = f"{self._bucket(index)}: {type(error).__name__}: {error}"
             wait()
-            number += len(round_)
         return sent, received, fault
+
+    def _pack_round(self, number: int, parameters: Mapping[str, Tensor], sent: Tensor) -> _Packed:
+        """What this rank sends in a round, and what stays here; nothing behind the last round."""
+        packed = _Packed({}, [])
+        for index in self._of_round(number):
+            message = self.plan.messages[index]
+            if message.source == self._transport.rank:
+                flat = _pack(message, parameters, self._dtype, self._device)
+                sent[index] = digest(flat)
+                if message.destination == self._transport.rank:
+                    packed.staying.append((index, flat))
+                else:
+                    packed.outgoing[message.destination] = flat
+        return packed
+
+    def _incoming(self, number: int) -> dict[int, tuple[int, Tensor]]:
+        """Source rank -> (message, room for it)."""
+        rank, found = self._transport.rank, {}
+        for index in self._of_round(number):
+            message = self.plan.messages[index]
+            if message.destination == rank != message.source:
+                found[message.source] = index, torch.empty(message.numel, dtype=self._dtype, device=self._device)
+        return found
+
+    def _of_round(self, number: int) -> range:
+        """The messages of a round, counted over all of them."""
+        return range(*self._first[number : number + 2]) if number < len(self.plan.rounds) else range(0)
+
+    def _bucket(self, index: int) -> str:
+        number = bisect_right(self._first, index)
+        return f"bucket {index + 1} of {len(self.plan.messages)} (round {number}), {self.plan.messages[index]}"
 
     def _compare(self, sent: Tensor, received: Tensor, fault: str | None) -> None:
         self._agree(fault)
         sent, received = self._transport.sum(torch.stack([sent, received]))
         changed = (sent != received).nonzero().flatten().tolist()
         if changed:
-            shown = "; ".join(str(self.plan.messages[index]) for index in changed[:4])
+            shown = "; ".join(self._bucket(index) for index in changed[:4])
             raise CheckFailed(
                 f"{len(changed)} of {len(self.plan.messages)} weight buckets were not received as sent: {shown}. "
                 "The engine refuses prompts; if it happens again, suspect the link or the memory of these ranks"
@@ -234,15 +290,14 @@ class Publisher:
                 f"(mean {seen[worst][1]:.3g}) away from the trainer (bounds {probe.max:g}, {probe.mean:g}), though "
                 "every name and byte arrived: the engine re-packs or computes something else than the trainer"
             )
-        self._proven = True
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: str | None, leaves: str = "the engine refuses prompts") -> None:
         """Raise CheckFailed on every rank as soon as one has a problem."""
         flag = torch.tensor(int(problem is not None), device=self._device)
         if not int(self._transport.sum(flag)):
             return
         found = [f"rank {rank}: {text}" for rank, text in enumerate(self._transport.gather(problem)) if text]
-        raise CheckFailed(f"weights were not published, the engine refuses prompts: {'; '.join(found[:4])}")
+        raise CheckFailed(f"weights were not published, {leaves}: {'; '.join(found[:4])}")
 
 
 def _refuse_gaps(who: str, gaps: Sequence[str]) -> None:

@@ -23,8 +23,16 @@ class Transport(Protocol):
         """Send `outgoing[rank]` and fill `incoming[rank]`, both flat; call the result to wait for all of it."""
         ...
 
+    def roll_call(self, what: str) -> None:
+        """Every rank has come to `what`. Raises CheckFailed naming those that have not, in time."""
+        ...
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
+        ...
+
+    def max(self, values: Tensor) -> Tensor:
+        """The largest over all ranks, element by element, on each of them."""
         ...
 
     def gather(self, value: Any) -> list[Any]:

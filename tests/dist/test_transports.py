@@ -1,0 +1,112 @@
+"""What a sync moves between 4 gloo ranks: no byte twice, in one order; and what it says when a rank is gone.
+
+The checks that are worth having, each traced to a bug of another system, and where each is tested (a GPU's: marked):
+
+ 1 two syncs in a row with changed weights         dist/test_sync.py check_model ("again", "stale")
+ 2 sleep, then generate without a sync             dist/test_sync.py check_model ("before"); gpu: test_gpu_checks.py
+ 3 names expected are names loaded                 dist/test_sync.py test_faults ("missing tensor"), test_plan.py
+ 4 tied embeddings over the pipeline               dist/test_sync.py (qwen3, pp2), test_convert.py (qwen3)
+ 5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/weights/test_mapping.py
+ 6 grad norm with context parallelism, empty ranks dist/test_context.py, dist/test_actor.py
+ 7 one batch in every layout                       dist/test_actor.py
+ 8 temperature, top-p                              dist/test_sync.py (0.7 and greedy), unit/config/test_validate.py
+ 9 saved twice, resumed                            e2e/test_resume.py
+10 HF -> Megatron -> HF bit for bit                unit/checkpoint/test_convert.py, dist/test_convert.py
+11 an engine killed in a sync                      here: test_a_dead_rank_is_named
+12 a tensor larger than a bucket, a bucket full    here: test_no_buffer_is_larger_than_two_buckets, test_plan.py
+13 the order of transfers on all ranks             here: test_ranks_agree_on_the_order
+14 padding of packed rows, for FP8 too             unit/actor/test_microbatch.py; gpu: test_gpu_checks.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from start_ranks import start_ranks
+from transport_ranks import BUCKET, PAIRS
+
+pytestmark = pytest.mark.long  # half a minute: starting ranks, and waiting for those that do not come
+
+RANKS = Path(__file__).with_name("transport_ranks.py")
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("transports")
+    processes = start_ranks(RANKS, WORLD, str(folder))
+    said = [process.communicate(timeout=150)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 0, 0, 9], "\n".join(text[-2000:] for text in said)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_rank_receives_what_it_keeps_and_nothing_else(ranks, pair):
+    total = 0
+    for rank, seen in enumerate(ranks):
+        found = seen["pairs"][pair]
+        received = sum(size for round_ in found["trace"] for _, to, size in round_ if to == rank)
+        assert received + found["local"] == found["kept"], "1.00: no byte twice, none too many"
+        assert found["version"] == 7
+        total += received
+    assert {seen["pairs"][pair]["received"] for seen in ranks} == {total}, "the report says the same"
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_ranks_agree_on_the_order(ranks, pair):
+    """Each rank's own record is the plan's, without the transfers of others: so a send meets its receive."""
+    plan = ranks[0]["pairs"][pair]["plan"]
+    for rank, seen in enumerate(ranks):
+        found = seen["pairs"][pair]
+        assert found["plan"] == plan
+        for round_, mine in zip(plan, found["trace"], strict=True):
+            expected = [transfer for transfer in round_ if transfer[0] == rank]
+            expected += [transfer for transfer in round_ if transfer[1] == rank]
+            assert mine == expected
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_buffer_is_larger_than_two_buckets(ranks, pair):
+    found = ranks[0]["pairs"][pair]
+    assert found["largest"] <= BUCKET, "a tensor larger than a bucket is cut"
+    per_rank: dict[int, int] = {}
+    for round_ in found["plan"]:
+        for direction in (0, 1):
+            for rank in range(WORLD):
+                held = sum(transfer[2] for transfer in round_ if transfer[direction] == rank)
+                per_rank[rank] = max(per_rank.get(rank, 0), held)
+    assert max(per_rank.values()) <= BUCKET
+
+
+def test_a_slice_in_the_wrong_place_is_seen_though_every_bucket_arrived(ranks):
+    for seen in ranks:
+        assert "lie in the wrong place" in seen["misrouted"] and "model." in seen["misrouted"], seen["misrouted"]
+        assert "in the engine on rank " in seen["misrouted"]
+        assert seen["after misrouted"] is None
+        assert seen["proven"] == 1, "the second sync is not proven again"
+
+
+def test_half_the_bytes_travel_in_fp8_and_they_are_the_whole_tensors_own(ranks):
+    for seen in ranks:
+        assert seen["fp8"]["wrong"] == 0
+        moved = seen["fp8"]["moved"]
+        assert moved["torch.bfloat16"] == 2 * moved["torch.float8_e4m3fn"] > 0
+
+
+def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
+    for seen in ranks:  # the late one too, when it comes
+        assert "rank 2 of 4 did not come to the sync of weights, version 2" in seen["late"], seen["late"]
+        assert seen["after late"] == 1
+
+
+def test_a_dead_rank_is_named(ranks):
+    """Its peers say so at once; the others wait no longer than the time-out. Nobody has a version afterwards."""
+    assert any("rank 3 did not" in seen["dead"] for seen in ranks[:3])
+    for seen in ranks[:3]:
+        assert seen["dead"] and seen["after dead"] is None
+        said = seen["call after dead"]
+        assert re.match(r"ranks? [\d, ]*3 of 4 did not come to the sync of weights, version 3", said), said
