@@ -69,7 +69,7 @@ def test_a_run_with_bad_servers_and_bad_code_goes_on(tmp_path):
     command += ["algorithm.filter_zero_std=false"]
     command += [f"rewards={yaml.safe_dump(rewards, default_flow_style=True, width=10_000)}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     finally:
         server.shutdown()
         server.server_close()
