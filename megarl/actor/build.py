@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.actor.layers import block_spec
+from megarl.actor.rope import scaled_frequencies
 from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel, stage_layers
 
@@ -149,8 +150,8 @@ def _build_chunk(
         rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # a float is as good
         vp_stage=vp_stage,
     )
-    if shape.rope_scaling.get("rope_type") == "llama3":
-        model.rotary_pos_emb.inv_freq = _llama3_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+    if shape.rope_scaling and shape.latent is None:
+        model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
     if last:
         model.output_layer.forward = _hand_through  # pyright: ignore[reportAttributeAccessIssue]
     _mark_replicated_experts(model, layout)
@@ -177,17 +178,6 @@ def output_weight(model: GPTModel) -> Tensor:
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     assert weight is not None
     return weight
-
-
-def _llama3_frequencies(shape: ModelShape) -> Tensor:
-    """[head_dim / 2] fp32: long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
-    scaling = shape.rope_scaling
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = float(scaling["original_max_position_embeddings"])
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
-    kept = 1.0 / shape.rope_theta**exponents
-    ramp = ((context * kept / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    return ramp * kept + (1 - ramp) * kept / factor
 
 
 def _mark_replicated_experts(model: GPTModel, layout: Layout) -> None:

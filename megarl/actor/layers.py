@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,7 +28,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from megarl.actor.context import attend
 from megarl.actor.moe import use_router
 
-__all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "block_spec"]
+__all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
 
 
 class RMSNorm(torch.nn.Module):
@@ -95,6 +96,31 @@ class PackedAttention(torch.nn.Module):
         )
 
 
+class SinkAttention(PackedAttention):
+    """gpt-oss's: each head has one more logit, learnt, that takes attention away; most layers see a window only."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **more: Any) -> None:
+        super().__init__(config, **more)
+        self.softmax_offset = torch.nn.Parameter(
+            torch.empty(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        )
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        assert config.window_size is not None
+        skipped = layer_number % (config.window_attn_skip_freq or 1) == 0
+        self.window = None if skipped else config.window_size[0] + 1  # tokens, itself included
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores_RHLL = (q @ k.transpose(-1, -2)).float() * (self.scale or q.shape[-1] ** -0.5)
+        if back_RLK is None:
+            place = torch.arange(q.shape[2], device=q.device)
+            back_RLK = (place[:, None] - place)[None]
+        hidden = (back_RLK < 0) | (back_RLK >= (self.window or k.shape[2]))
+        scores_RHLL = scores_RHLL.masked_fill(hidden[:, None], -torch.inf)
+        sinks = self.softmax_offset.float()[None, :, None, None].expand(*scores_RHLL.shape[:3], 1)
+        return torch.cat([scores_RHLL, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
 def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Token indices [R, L] of the rows of each length class, and which of them are tokens (the rest: pads)."""
     classes: dict[int, list[tuple[int, int]]] = {}
@@ -137,6 +163,15 @@ class _Whole(torch.nn.Module):
         return linear(x, self.weight), None
 
 
+class _ExpertOutput(RowParallelLinear):
+    """With a tensor of its own as output: Megatron adds an expert's bias in place, to what autograd takes for a view
+    of the input where nothing is reduced (0.16.1)."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
     """The spec of the layers of one pipeline chunk: which of them have experts."""
     norm, layer_spec = RMSNorm, _local_layer
@@ -169,10 +204,12 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    elif config.qk_layernorm:
+    if experts and config.add_bias_linear:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = _ExpertOutput
+    if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

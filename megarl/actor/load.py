@@ -70,11 +70,17 @@ class _Folder:
     def read(self, box: Box) -> Tensor:
         whole = self._file(box.name).get_slice(box.name)
         stop = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
+        if len(stop) == len(whole.get_shape()) + 1:  # its last dim seen as pairs
+            start, stop = ((*at[:-2], 2 * at[-2]) for at in (box.start, stop))
+            return self._slice(box.name, whole, start, stop).unflatten(-1, (-1, 2))
+        return self._slice(box.name, whole, box.start, stop)
+
+    def _slice(self, name: str, whole: Any, start: tuple[int, ...], stop: tuple[int, ...]) -> Tensor:
         if len(whole.get_shape()) != len(stop) or any(a > b for a, b in zip(stop, whole.get_shape(), strict=True)):
             raise ValueError(
-                f"{self._folder}: {box.name} has shape {whole.get_shape()}, its config.json asks for at least {stop}"
+                f"{self._folder}: {name} has shape {whole.get_shape()}, its config.json asks for at least {stop}"
             )
-        return whole[tuple(slice(a, b) for a, b in zip(box.start, stop, strict=True))]
+        return whole[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
 
     def _file(self, tensor: str) -> Any:
         file = "model.safetensors" if self._files is None else self._files.get(tensor)

@@ -5,13 +5,16 @@ A model with latent attention gets an MLATransformerConfig. Gradients are sums: 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from megarl.actor.rope import yarn_factor
 from megarl.config.model import Latent, ModelShape
 from megarl.layout import Axis, Layout, stage_layers
 
@@ -24,7 +27,7 @@ def transformer_config(
     shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
 ) -> TransformerConfig:
     """Megatron's settings for this model and layout."""
-    kind, more = TransformerConfig, {}
+    kind, more = TransformerConfig, _gpt_oss_settings(shape) if shape.sinks else {}
     if shape.latent is not None:
         kind, more = MLATransformerConfig, _latent_settings(shape, shape.latent)
     return kind(
@@ -38,8 +41,8 @@ def transformer_config(
         layernorm_epsilon=shape.rms_eps,
         qk_layernorm=shape.qk_norm or shape.latent is not None,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=quick_gelu if shape.swiglu_limit else torch.nn.functional.silu,
+        add_bias_linear=shape.out_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -129,6 +132,18 @@ def _latent_settings(shape: ModelShape, latent: Latent) -> dict[str, Any]:
         "beta_slow": scaling["beta_slow"],
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def _gpt_oss_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": shape.swiglu_limit,
+        "softmax_type": "learnable",
+        "window_size": (shape.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+        # yarn's factor on cosine and sine of both query and key
+        "softmax_scale": yarn_factor(shape) ** 2 / math.sqrt(shape.head_dim),
     }
 
 

@@ -40,6 +40,15 @@ def test_slices_arrive_and_padding_is_zero(tmp_path: Path, sharded: bool) -> Non
     assert found[FUSED].tolist() == [[12, 13], [16, 17], [10, 11], [14, 15]]
 
 
+def test_a_tensor_of_pairs_is_taken_apart(tmp_path: Path) -> None:
+    """gpt-oss: in [experts, hidden, 2 x inner] gate and up alternate; the parameter has gates, then ups, transposed."""
+    alternating = torch.arange(2 * 3 * 8.0).view(2, 3, 8)
+    save_file({"gate_up": alternating}, tmp_path / "model.safetensors")
+    found = {FUSED: torch.zeros(4, 3)}  # expert 1, pairs 2 and 3
+    load_hf(found, [Box("gate_up", (1, 0, 2, 0), (1, 3, 2, 2), FUSED, 0, (0, 1, 3, 6))], tmp_path)
+    assert torch.equal(found[FUSED], torch.cat([alternating[1, :, 4::2].T, alternating[1, :, 5::2].T]))
+
+
 def test_faults_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no tensor words"):
         load_hf(parameters(), BOXES, tmp_path)
