@@ -59,7 +59,7 @@ def pack(batch: TrainBatch, rows: Sequence[int], *, tensor: int, context: Axis, 
     return Microbatch(
         tokens=tokens[None].to(device),
         positions=position_P[held][None].to(device),
-        packed=_rows(padded, device),
+        packed=_rows(padded, context.size, device),
         source=source,
         index=index,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(device),
@@ -70,12 +70,15 @@ def pack(batch: TrainBatch, rows: Sequence[int], *, tensor: int, context: Axis, 
     )
 
 
-def _rows(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
+    """A row's padding stands behind it, so causality keeps it out. Transformer Engine splits rows by `..._padded`."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens if context > 1 else None,
+        cu_seqlens_kv_padded=cu_seqlens if context > 1 else None,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
@@ -87,13 +90,14 @@ def extended(microbatch: Microbatch, length: int) -> Microbatch:
     if not more:
         return microbatch
     lengths, held = microbatch.packed.cu_seqlens_q.diff().tolist(), microbatch.tokens.shape[1]
-    here = more * held // length_of(microbatch)
+    context = length_of(microbatch) // held
+    here = more // context
     return replace(
         microbatch,
         tokens=pad(microbatch.tokens, (0, here)),
         positions=pad(microbatch.positions, (0, here)),
         source=pad(microbatch.source, (0, here), value=-1),
-        packed=_rows([*lengths, more], microbatch.tokens.device),
+        packed=_rows([*lengths, more], context, microbatch.tokens.device),
     )
 
 
