@@ -39,12 +39,13 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     peak = _peak()
     if request["output"] is not None and outcome.output is not None:
         np.save(request["output"], outcome.output)
-    seconds = {}
+    seconds, cpu_seconds = {}, {}
     for threads in request["threads"]:
         torch.set_num_threads(threads)
-        seconds[str(threads)] = _median_s(call, request["call_s"])
+        seconds[str(threads)], cpu_seconds[str(threads)] = _median_s(call, request["call_s"])
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "peak_bytes": None if before is None or peak is None else peak - before,
         "figures": outcome.figures,
         "versions": _versions(),
@@ -55,21 +56,21 @@ def _outcome(returned: object) -> Outcome:
     return returned if isinstance(returned, Outcome) else Outcome(output=returned)  # pyright: ignore[reportArgumentType]
 
 
-def _median_s(call: Callable[[], object], budget_s: float) -> float:
-    """The first call here is not counted: it warms up this number of threads."""
-    taken: list[float] = []
+def _median_s(call: Callable[[], object], budget_s: float) -> tuple[float, float]:
+    """On the clock, and of this process's CPUs. The first call is not counted: it warms up this number of threads."""
+    taken: list[tuple[float, float]] = []
     until = time.perf_counter() + budget_s
     for number in range(MAX_CALLS + 1):
         if number > MIN_CALLS and time.perf_counter() > until:
             break
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         returned = call()
-        wall_s = time.perf_counter() - start
+        wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         own_s = returned.seconds if isinstance(returned, Outcome) else None
         if number:
-            taken.append(wall_s if own_s is None else own_s)
+            taken.append((wall_s if own_s is None else own_s, cpu_s))
         del returned
-    return median(taken)
+    return median(wall_s for wall_s, _ in taken), median(cpu_s for _, cpu_s in taken)
 
 
 def _reset_peak() -> int | None:

@@ -69,6 +69,7 @@ class Result:
     seconds: float | None = None  # median over the processes; None: it did not run
     fastest_s: float | None = None
     slowest_s: float | None = None
+    cpu_seconds: float | None = None  # as `seconds`, of the CPUs: what is left of it on a busy machine
     peak_bytes: int | None = None  # resident memory above that of the inputs, in the first call
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -161,6 +162,7 @@ def _result(
         seconds=median(seconds),
         fastest_s=min(seconds),
         slowest_s=max(seconds),
+        cpu_seconds=median(answer["cpu_seconds"][str(threads)] for answer in told),
         peak_bytes=int(median(peaks)) if case.with_memory and peaks else None,
         figures=told[-1]["figures"],
         versions=told[-1]["versions"],

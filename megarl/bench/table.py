@@ -37,7 +37,17 @@ def show(results: Sequence[Result], run: dict[str, Any]) -> None:
     for result in results:
         versions |= result.versions
     console = Console(width=None if is_interactive() else 160)
-    columns = ("case", "threads", "contender", "median ms", "fastest - slowest", "over ours", "peak MiB", "output")
+    columns = (
+        "case",
+        "threads",
+        "contender",
+        "median ms",
+        "fastest - slowest",
+        "CPU ms",
+        "over ours",
+        "peak MiB",
+        "output",
+    )
     table = Table(*columns)
     for row, result in enumerate(results):
         if row and results[row - 1].case != result.case:
@@ -54,7 +64,7 @@ def show(results: Sequence[Result], run: dict[str, Any]) -> None:
 
 def _cells(result: Result) -> tuple[str, ...]:
     if result.seconds is None or result.fastest_s is None or result.slowest_s is None:
-        return (result.case, str(result.threads), result.contender, "-", "-", "-", "-", result.note)
+        return (result.case, str(result.threads), result.contender, *"-----", result.note)
     over = "" if result.speedup is None else f"{result.speedup:.2f}x"
     if result.speedup is not None and result.at_least is not None:
         over += f" ({'>=' if result.speedup >= result.at_least else 'BELOW'} {result.at_least:g}x)"
@@ -65,6 +75,7 @@ def _cells(result: Result) -> tuple[str, ...]:
         result.contender,
         f"{result.seconds * 1e3:.2f}",
         f"{result.fastest_s * 1e3:.2f} - {result.slowest_s * 1e3:.2f}",
+        "" if result.cpu_seconds is None else f"{result.cpu_seconds * 1e3:.2f}",
         over,
         "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
         ", ".join([result.note, *figures] if result.note else figures),

@@ -106,7 +106,7 @@ def test_rounds_alternate(contenders: None, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-ANSWER = {"seconds": {"1": 1.0}, "peak_bytes": None, "figures": {}, "versions": {}}
+ANSWER = {"seconds": {"1": 1.0}, "cpu_seconds": {"1": 1.0}, "peak_bytes": None, "figures": {}, "versions": {}}
 
 
 def test_names(capsys) -> None:
