@@ -158,7 +158,7 @@ def _build_chunk(
     return model
 
 
-def held_tensors(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+def held_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """What a checkpoint stores of these chunks, by the names of `weights.mapping.boxes_of`."""
     found: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):

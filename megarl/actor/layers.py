@@ -105,8 +105,8 @@ class SinkAttention(PackedAttention):
             torch.empty(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
         )
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        assert config.window_size is not None
-        skipped = layer_number % (config.window_attn_skip_freq or 1) == 0
+        assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
+        skipped = layer_number % config.window_attn_skip_freq == 0
         self.window = None if skipped else config.window_size[0] + 1  # tokens, itself included
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
@@ -174,7 +174,8 @@ class _ExpertOutput(RowParallelLinear):
 
 def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
     """The spec of the layers of one pipeline chunk: which of them have experts."""
-    norm, layer_spec = RMSNorm, _local_layer
+    norm: Any = RMSNorm
+    layer_spec = _local_layer
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 

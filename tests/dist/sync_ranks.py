@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from megarl.rollout.engine import Engine, EngineSpec
 from megarl.types import CheckFailed, Prompt, Sample
 from megarl.weights.mapping import Box
 from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.models.engine import engine_boxes, engine_layout
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports.collective import Collective
 
@@ -50,6 +51,13 @@ GLM = {
     "num_key_value_heads": 2, "head_dim": 32, "use_qk_norm": True, "attention_bias": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+GPT_OSS = {
+    "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128,
+        "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
 CONFIGS = {
     "qwen3": (transformers.Qwen3Config, TIED | {"vocab_size": 67, "num_key_value_heads": 2}),
     "qwen3_untied_kv1": (transformers.Qwen3Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 1}),
@@ -61,6 +69,7 @@ CONFIGS = {
     ),
     "deepseek_v3": (transformers.DeepseekV3Config, UNTIED | LATENT | SIGMOID_ROUTED | {"vocab_size": 67}),
     "glm4_moe": (transformers.Glm4MoeConfig, UNTIED | SIGMOID_ROUTED | GLM | {"vocab_size": 70}),
+    "gpt_oss": (transformers.GptOssConfig, UNTIED | GPT_OSS | {"vocab_size": 70, "num_key_value_heads": 2}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2}),
 }
 SIZES = {
@@ -137,7 +146,10 @@ def holder(boxes: Sequence[Box], weights: Mapping[str, Tensor]) -> dict[str, Ten
         sizes[box.param] = max(sizes.get(box.param, 0), box.offset + last + 1)
     found = {name: torch.full((size + 3,), torch.nan)[:size] for name, size in sizes.items()}
     for box in boxes:
-        part = weights[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+        whole = weights[box.name]
+        if len(box.shape) > whole.dim():
+            whole = whole.unflatten(-1, (-1, 2))
+        part = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
         found[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
     return found
 
@@ -174,7 +186,13 @@ class Launch:
         self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
-    def connect(self, parallel: Parallel, transport: Collective | None = None, drop: str | None = None) -> Publisher:
+    def connect(
+        self,
+        parallel: Parallel,
+        transport: Collective | None = None,
+        drop: str | None = None,
+        moved: str | None = None,  # the table puts it elsewhere
+    ) -> Publisher:
         padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
         sources = []
         for rank in range(self.world):
@@ -183,6 +201,7 @@ class Launch:
             sources.append([box for box in boxes if box.name != drop])
         self.boxes = sources[self.rank]
         self.held = holder(self.boxes, self.reference.weights)
+        table = engine_boxes(self.shape, engine_layout(tensor=self.tensor, rank=self.rank % self.tensor))
         bound = 1e-4
         return Publisher.connect(
             sources=sources,
@@ -194,6 +213,7 @@ class Launch:
             dtype=torch.float32,
             bucket_bytes=64 << 10,
             probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, bound, bound, always=True),
+            table=[replace(box, offset=box.offset + (box.name == moved)) for box in table],
         )
 
     def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
@@ -257,6 +277,7 @@ def faults(launch: Launch) -> dict:
     seen["missing tensor"] = refused(
         lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight")
     )
+    seen["table"] = refused(lambda: launch.connect(Parallel(), moved="model.layers.1.self_attn.v_proj.weight"))
     good = launch.connect(TP2 if launch.world > 1 else Parallel())
     if launch.rank == 0:
         del launch.held["decoder.layers.1.self_attention.linear_proj.weight"]

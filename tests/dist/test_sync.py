@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ BOUND = 1e-4
 
 FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine
 TWO = {"qwen3_moe": 1, "llama": 1, "qwen2": 2, "qwen3_untied_kv1": 2}
+# with the above: dense, experts and latent attention in engines of one and two ranks, one and two replicas
+MORE = [
+    (1, {"qwen3": 1, "qwen3_moe": 1, "llama": 1, "deepseek_v3": 1}),
+    (2, {"qwen3": 1, "llama": 2, "deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2}),
+    (2, {"deepseek_v3": 1, "qwen3": 2, "qwen3_moe": 2}),
+    (4, {"deepseek_v3": 2, "llama": 2}),
+]
 
 
 def launch(folder: Path, world: int, models: dict[str, int]) -> list[dict]:
@@ -49,6 +57,7 @@ def check_model(seen: list[dict], name: str) -> None:
         assert found["tokens"] == seen[0][name]["tokens"], "all replicas draw the same tokens from the same seeds"
         for kept, received in found["bytes"].values():
             assert 0 <= received < kept
+        assert len(found["errors"]) >= 3, "three syncs in a row"
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -59,6 +68,14 @@ def test_four_ranks(four, name):
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks(two, name):
     check_model(two, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "models"), MORE)
+def test_more_engines(tmp_path, world, models):
+    seen = launch(tmp_path, world, models)
+    for name in models:
+        check_model(seen, name)
 
 
 def test_local_bytes_do_not_travel(four, two):
@@ -79,6 +96,7 @@ def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
         faults = rank["faults"]
         assert "were not received as sent: rank " in faults["flipped"]
         assert "model.norm.weight (absent)" in faults["missing tensor"]
+        assert re.search(r"rank \d: the engine's .* model.layers.1.self_attn.v_proj.weight \(", faults["table"])
         assert "rank 0: the trainer has no parameter" in faults["missing parameter"]
         assert "away from the trainer" in faults["probe"]
         for after in ("after flip", "after missing", "after probe"):
