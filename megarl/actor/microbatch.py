@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -73,12 +74,13 @@ def pack(batch: TrainBatch, rows: Sequence[int], *, tensor: int, context: Axis, 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
     """A row's padding stands behind it, so causality keeps it out. Transformer Engine splits rows by `..._padded`."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    padded: Any = cu_seqlens if context > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens if context > 1 else None,
-        cu_seqlens_kv_padded=cu_seqlens if context > 1 else None,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
