@@ -45,6 +45,7 @@ from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.train import RlRun, train
 from megarl.types import CheckFailed, Prompt
 from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.weights.models.engine import engine_boxes, engine_layout
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
@@ -162,7 +163,7 @@ class Parts:
 
     def publisher(self, actor: Actor, engine: Engine) -> Publisher:
         """From this actor into the engine, with a probe of both."""
-        config, bound = self.config, parity_bound(self.config)
+        config, bound, tensor = self.config, parity_bound(self.config), self.config.rollout.tensor
         probe = Probe(
             probe_tokens(self.shape.vocab, length=min(16, engine.max_model_len - 1)),
             trainer=lambda tokens_NL: score_rows(actor, tokens_NL),
@@ -176,11 +177,12 @@ class Parts:
             expected=hf_shapes(self.shape),
             parameters=actor.parameters_by_name,
             receiver=engine.receiver,
-            replica_ranks=config.rollout.tensor,
+            replica_ranks=tensor,
             transport=self.transport,
             dtype=DTYPES[config.train.dtype],
             probe=probe,
             fp32=fp32_tensors(self.shape),
+            table=engine_boxes(self.shape, engine_layout(tensor=tensor, rank=self.env.rank % tensor)),
         )
 
     @contextmanager
