@@ -205,6 +205,39 @@ def test_a_micro_batch_of_whole_rows_has_the_losses_of_the_batch(name, rows, ran
     torch.testing.assert_close(ours, torch.cat([whole[rows.spans[row]] for row in chosen]))
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=20)
+@given(batches(), st.sampled_from([1, 2, 4]), st.sampled_from(sorted(WEIGHTS)), st.randoms())
+def test_any_assignment_of_rows_to_ranks_gives_the_gradient_of_the_whole(name, rows, num_ranks, aggregation, random):
+    """Through a model of one table of logits; a rank's rows in any order, a rank may have none."""
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    theta = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    state_T, label_T = (torch.randint(0, n, rows.mask.shape, generator=generator) for n in (5, 7))
+    advantages_T = row_advantages(rows)
+    weights_T = WEIGHTS[aggregation](rows.mask, rows.cu, rows.group, constant=16) * corrections("tis", rows)
+
+    def gradient(order: list[int]) -> Tensor:
+        if not order:
+            return torch.zeros_like(theta)
+        part, at = (
+            rows.reordered(order),
+            torch.cat([torch.arange(s.start, s.stop) for s in (rows.spans[r] for r in order)]),
+        )
+        table = theta.clone().requires_grad_()
+        logprobs_T = table.log_softmax(-1)[state_T[at], label_T[at]]
+        loss_T = LOSSES[name](logprobs_T, part.old, advantages_T[at], part.mask, part.cu)
+        (loss_T * weights_T[at]).sum().backward()
+        return table.grad
+
+    ranks = [[] for _ in range(num_ranks)]
+    order = list(range(len(rows.spans)))
+    random.shuffle(order)
+    for row in order:
+        ranks[random.randrange(num_ranks)].append(row)
+    total = sum(gradient(rank) for rank in ranks)
+    torch.testing.assert_close(total, gradient(list(range(len(rows.spans)))), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ROW_ADVANTAGES)
 @given(batches(), st.floats(-50, 50))
 def test_a_shift_of_all_scores_changes_nothing(name, rows, shift):
