@@ -71,6 +71,12 @@ def test_torchrun_sets_the_world() -> None:
         ({"train": {"min_lr": 1.0}}, {}, ["min_lr=1.0", "lr=1e-06"]),
         ({"rewards": []}, {}, ["rewards is empty"]),
         ({"algorithm": {"advantage": "nope"}}, {}, ["algorithm.advantage='nope'", "grpo"]),
+        ({"moe": {"aux_loss": 0.01}}, {}, ["moe.aux_loss=0.01", "qwen3", "no experts"]),
+        (
+            {"moe": {"bias_update_rate": 0.001}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["moe.bias_update_rate=0.001", "qwen3_moe have no bias", "moe.aux_loss"],
+        ),
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"telemetry": {"wandb": "x"}}, {}, ["telemetry.wandb=x", "null"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
