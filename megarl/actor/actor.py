@@ -26,6 +26,7 @@ from megarl.actor.settings import transformer_config
 from megarl.actor.update import UpdateLoss, global_sums
 from megarl.algorithms.objective import loss_weights, select_tokens, token_means
 from megarl.algorithms.selection import SELECT
+from megarl.checkpoint.torch_dist import is_checkpoint, load_weights
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
 from megarl.data.packing import microbatch_multiple, plan_rows
@@ -66,7 +67,10 @@ class Actor:
             shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
         )
         model = build_model(shape, layout, settings, use_te=use_te)
-        load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)  # before the optimizer
+        if is_checkpoint(Path(folder)):  # what `megarl convert --to megatron` made; before the optimizer is built
+            load_weights(model, Path(folder))
+        else:
+            load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)
         chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, config.train)
         terms = RouterTerms(chunks, config.moe, shape, layout.tp) if shape.is_moe and config.moe.acts else None

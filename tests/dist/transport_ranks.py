@@ -12,24 +12,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.bench.sync import Memory, room_for, view
+from megarl.bench.sync import held as held_boxes
 from megarl.config.create import hf_config
 from megarl.config.model import parse_model
 from megarl.config.schema import Create
-from megarl.layout import Layout, Parallel
+from megarl.layout import Parallel
 from megarl.types import CheckFailed
-from megarl.weights.digest import placed
 from megarl.weights.fp8 import BlockScales, quantise, quantise_shards
 from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes
-from megarl.weights.plan import Message
+from megarl.weights.models import hf_shapes
 from megarl.weights.publish import Publisher
 from megarl.weights.transports.collective import Collective
 
@@ -49,8 +49,7 @@ PAIRS = {  # trainer, engine's tensor ranks
 
 
 def boxes(parallel: Parallel, world: int, rank: int) -> list[Box]:
-    padded = -(-SHAPE.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
-    return megatron_boxes(SHAPE, Layout.of(parallel, world, rank), style="local", padded_vocab=padded)
+    return held_boxes(SHAPE, parallel, world, rank)
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -58,62 +57,8 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in SHAPES.items()}
 
 
-def view(memory: Mapping[str, Tensor], box: Box) -> Tensor:
-    return memory[box.param].as_strided(box.shape, box.strides, box.offset)
-
-
 def slice_of(full: Mapping[str, Tensor], box: Box) -> Tensor:
     return full[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
-
-
-def memory_of(held: Sequence[Box], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    sizes: dict[str, int] = {}
-    for box in held:
-        last = sum((n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True))
-        sizes[box.param] = max(sizes.get(box.param, 0), box.offset + last + 1)
-    return {name: torch.full((size,), torch.nan).to(dtype) for name, size in sizes.items()}
-
-
-@dataclass
-class Memory:
-    """publish.Receiver over plain memory."""
-
-    boxes: list[Box]
-    dtype: torch.dtype = torch.float32
-    memory: dict[str, Tensor] = field(default_factory=dict)
-    loaded: dict[str, int] = field(default_factory=dict)
-    version: int | None = None
-    proven: int = 0
-
-    def __post_init__(self) -> None:
-        self.memory = memory_of(self.boxes, self.dtype)
-
-    def begin(self, *, places: bool) -> None:
-        self.loaded, self.version = {}, None
-        self.proven += places
-
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        back, at = torch.empty_like(flat), 0
-        for piece in message.pieces:
-            into = piece.destination
-            here = self.memory[into.param].as_strided(piece.shape, into.strides, into.offset)
-            here.copy_(flat[at : at + piece.numel].view(piece.shape))
-            back[at : at + piece.numel].view(piece.shape).copy_(here)
-            self.loaded[piece.name] = self.loaded.get(piece.name, 0) + piece.numel
-            at += piece.numel
-        return back
-
-    def seal(self) -> Mapping[str, int]:
-        return self.loaded
-
-    def places(self) -> Tensor:
-        return torch.stack([placed(view(self.memory, box), box.start) for box in self.boxes])
-
-    def finish(self, version: int) -> None:
-        self.version = version
-
-    def abort(self) -> None:
-        self.version = None
 
 
 class Recorded(Collective):
@@ -143,7 +88,7 @@ class Case:
     def __init__(self, parallel: Parallel, tensor: int, transport: Recorded, full: Mapping[str, Tensor]) -> None:
         world, rank = transport.world, transport.rank
         sources = [boxes(parallel, world, r) for r in range(world)]
-        self.held = memory_of(sources[rank])
+        self.held = room_for(sources[rank])
         for box in sources[rank]:
             view(self.held, box).copy_(slice_of(full, box))
         self.mine, self.full, self.transport = sources[rank], full, transport
@@ -189,7 +134,7 @@ def quantised(full: Mapping[str, Tensor]) -> dict:
     world, rank, parallel, tensor = transport.world, transport.rank, Parallel(tensor=2, expert=2), 2
     sources = [[box for box in boxes(parallel, world, r) if box.name in names] for r in range(world)]
     bf16 = {name: full[name].bfloat16() for name in names}
-    held = memory_of(sources[rank], torch.bfloat16)
+    held = room_for(sources[rank], torch.bfloat16)
     for box in sources[rank]:
         view(held, box).copy_(slice_of(bf16, box))
     scales = BlockScales.agree(names, sources[rank], held, transport, block)
@@ -274,7 +219,7 @@ def main(folder: Path) -> None:
     dist.barrier()
     case = Case(Parallel(tensor=2, pipeline=2), 2, Recorded(timeout_s=5.0), full)
     case.publisher.publish(version=1)
-    seen["proven"] = case.engine.proven
+    seen["proven"] = sum(case.engine.begun)
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     case.transport.trace.clear()
     if rank == 3:

@@ -1,0 +1,50 @@
+"""Megatron-Core loads what `megarl convert` writes, in any layout, and what it saves converts back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from actor_cases import save_model
+from safetensors.torch import load_file
+
+from megarl.launch.convert import run_convert
+from megarl.layout import Parallel
+
+pytestmark = pytest.mark.long  # four ranks that build two actors a model
+MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3")
+RANKS = Path(__file__).with_name("convert_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("convert")
+    for model in MODELS:
+        save_model(model, folder)
+        sizes = Parallel(tensor=2, pipeline=2)  # files are cut so; loading is not bound to it
+        options = {"config": None, "file_bytes": 1 << 30, "interactive": False}
+        run_convert(folder / model, folder / f"{model}-megatron", "megatron", sizes, **options)
+    command = [sys.executable, "-W", "ignore", str(RANKS), str(folder / "results.json"), str(folder), *MODELS]
+    subprocess.run(command, check=True, timeout=500)
+    return folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_loaded_over_ranks_it_is_the_model(folder, model):
+    seen = json.loads((folder / "results.json").read_text())[model]
+    assert seen["count"] and not seen["differ"], seen["differ"]
+    assert seen["error"] < 1e-4, "log-probs of transformers' model"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_megatron_saves_converts_back(folder, model):
+    options = {"config": folder / model, "file_bytes": 1 << 30, "interactive": False}
+    run_convert(folder / f"{model}-saved", folder / f"{model}-back", "hf", Parallel(), **options)
+    before, after = (load_file(folder / name / "model.safetensors") for name in (model, f"{model}-back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
