@@ -61,16 +61,19 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Replicated: every rank holds all of it."""
+    """Replicated: every rank holds all of it, or the first one alone (where results are summed over the ranks)."""
 
     hf: str
     param: str
     shape: tuple[int, ...]
+    is_first_only: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.hf: self.shape}
 
     def boxes(self, tp: Axis) -> Iterator[Box]:
+        if self.is_first_only and not tp.first:
+            return
         yield Box(self.hf, (0,) * len(self.shape), self.shape, self.param, 0, _strides(self.shape))
 
 

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,27 +54,12 @@ def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[
     init_parallel(parallel, layout)
     config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
     with torch.device("meta"), OnMeta():
-        held = held_tensors(
-            gpt_oss(shape, layout, config) if shape.sinks else build_model(shape, layout, config, use_te=False)
-        )
+        held = held_tensors(build_model(shape, layout, config, use_te=False))
     wide = {name for name, tensor in held.items() if tensor.dtype == torch.float32}
-    assert shape.sinks or all(name.endswith("expert_bias") for name in wide), wide  # Megatron's local norm has fp32
+    assert all(name.endswith("expert_bias") for name in wide), wide
     destroy_parallel()
     dist.destroy_process_group()
     return {name: list(tensor.shape) for name, tensor in held.items()}
-
-
-def gpt_oss(shape: ModelShape, layout: Layout, config: Any) -> list[Any]:
-    """Megatron's own layer, as the actor does not train this family: biases everywhere and learnt sinks."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    config = replace(config, add_bias_linear=True, softmax_type="learnable")
-    spec = get_gpt_layer_local_spec(num_experts=shape.experts, normalization="RMSNorm")
-    first, last = layout.pp.first, layout.pp.last
-    vocab = -(-shape.vocab // 8) * 8
-    return [GPTModel(config, spec, vocab, shape.max_position, pre_process=first, post_process=last,
-                     share_embeddings_and_output_weights=False, position_embedding_type="rope")]  # fmt: skip
 
 
 def with_prediction(shape: ModelShape) -> dict[str, list[int]]:

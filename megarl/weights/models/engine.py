@@ -137,7 +137,7 @@ def _experts(shape: ModelShape) -> tuple[Rule, ...]:
             Pairs(hf + "gate_up_proj", into + "w13_weight", hidden, width, alternating=True),
             Pairs(hf + "gate_up_proj_bias", into + "w13_bias", 0, width, alternating=True),
             Turned(hf + "down_proj", into + "w2_weight", width, hidden),
-            Whole(hf + "down_proj_bias", into + "w2_bias", (hidden,)),
+            Whole(hf + "down_proj_bias", into + "w2_bias", (hidden,), is_first_only=True),  # zeros on the others
         )
     gate_up = tuple(f"{hf}{{expert}}.{part}.weight" for part in (names.gate, names.up))
     return (

@@ -87,3 +87,10 @@ def test_tensors_of_pairs_are_recorded_as_columns() -> None:
     ]  # fmt: skip
     assert any(a != b for a, b in zip(table, flat, strict=True))
     assert disagreement(table, flat) is None
+
+
+def test_a_bias_that_is_added_once_is_kept_once() -> None:
+    """vLLM sums the experts' down projections over tensor ranks."""
+    param = "model.layers.0.mlp.experts.routed_experts.w2_bias"
+    assert len(boxes("gpt_oss_120b", tensor=8, rank=0)[param]) == 128
+    assert param not in boxes("gpt_oss_120b", tensor=8, rank=3)
