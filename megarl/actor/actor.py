@@ -18,6 +18,7 @@ from megarl.actor.build import Groups, build_model, held_tensors, init_parallel,
 from megarl.actor.forward import Reading, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
+from megarl.actor.memory import Memory, recompute
 from megarl.actor.microbatch import Microbatch, extended, length_of, pack
 from megarl.actor.moe import RouterTerms
 from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
@@ -55,6 +56,7 @@ class Actor:
     scheduler: LrSchedule
     reference: Reference | None  # None: the objective has no reference term
     router_terms: RouterTerms | None  # None: no experts, or nothing is asked of their routers
+    memory: Memory
 
     @classmethod
     def build(
@@ -66,6 +68,7 @@ class Actor:
         settings = transformer_config(
             shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
         )
+        recompute(settings, config.train.recompute, config.train.recompute_modules)
         model = build_model(shape, layout, settings, use_te=use_te)
         if is_checkpoint(Path(folder)):  # what `megarl convert --to megatron` made; before the optimizer is built
             load_weights(model, Path(folder))
@@ -75,7 +78,8 @@ class Actor:
         optimizer = build_optimizer(chunks, config.train)
         terms = RouterTerms(chunks, config.moe, shape, layout.tp) if shape.is_moe and config.moe.acts else None
         scheduler = LrSchedule(config.train)
-        actor = cls(config, shape, layout, groups, device, chunks, optimizer, scheduler, None, terms)
+        memory = Memory(chunks, optimizer, offload=config.train.offload, device=device)
+        actor = cls(config, shape, layout, groups, device, chunks, optimizer, scheduler, None, terms, memory)
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
@@ -112,6 +116,7 @@ class Actor:
             for index, (ranks, num_tokens) in enumerate(zip(plan.rows, plan.num_tokens, strict=True))
         )
         self.scheduler.step += 1
+        self.memory.before_step()  # a checkpoint may follow
         return StepReport(reports)
 
     def _update(
@@ -122,12 +127,14 @@ class Actor:
         if not num_tokens:
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         selected = self._selected(batch, ranks, index)
+        self.memory.before_backward()
         zero_grad(self.model, self.optimizer)
         loss = UpdateLoss(batch, weights, selected, self.config.algorithm, self.device)
         microbatches = self._packed(batch, ranks)
         if self.router_terms is not None:
             self.router_terms.begin(microbatches, weights, self.device)
         run(self.model, microbatches, self._reading(batch, entropy=True), loss, train=True)
+        self.memory.before_step()
         outcome = take_step(self.optimizer, lr=lr, clip_grad=self.config.train.clip_grad)
         sums = global_sums(loss.sums, counts=self._holds_outputs)
         value = sums.pop("loss")

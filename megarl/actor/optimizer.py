@@ -77,6 +77,16 @@ def _finalize(chunks: list[torch.nn.Module], _num_tokens: Any = None, **kwargs: 
     finalize_model_grads(chunks, None, **kwargs)
 
 
+_ON_HOST: dict[str, Any] = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "use_precision_aware_optimizer": torch.cuda.is_available(),  # asks for Transformer Engine
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "pin_cpu_grads": torch.cuda.is_available(),
+    "pin_cpu_params": torch.cuda.is_available(),
+}
+
+
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
     """Adam (decoupled weight decay) with fp32 main weights, its state spread over the data ranks."""
     bf16 = train.dtype == "bf16"
@@ -92,6 +102,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> 
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
+        **(_ON_HOST if train.optimizer_on_host else {}),
     )
     return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 

@@ -169,6 +169,7 @@ class Rollout(Section):
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     cpu_kv_cache_gb: float = Field(default=1.0, gt=0)
     enforce_eager: bool | None = None  # None: True on CPU
+    sleep: Literal[0, 1, 2] = 0  # while training the engine's cache is freed, and its weights go to the host (1) or (2)
 
 
 class Train(Section):
@@ -185,7 +186,11 @@ class Train(Section):
     clip_grad: float = Field(default=1.0, ge=0)  # 0: no clipping
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
-    logprob_chunk: PositiveInt = 1024  # tokens whose fp32 logits exist at once
+    logprob_chunk: PositiveInt = 1024  # tokens read at a time; their logits exist a tile of the vocabulary at a time
+    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward pass
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # of selective: Megatron-Core's names, as mlp, moe, layernorm
+    offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # off the device while nothing trains
+    optimizer_on_host: bool = False  # Adam runs on the CPU beside the GPU (Megatron-Core's hybrid optimizer)
 
 
 class Precision(Section):

@@ -67,7 +67,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if samples:
         _check_rewards(config)
     _check_lengths(config, shape)
-    _check_train(config)
+    _check_train(config, gpus)
     _check_resume(config)
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
@@ -264,13 +264,15 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
         raise ValueError(f"{what} exceeds the model's max_position={shape.max_position}; lower it")
 
 
-def _check_train(config: Config) -> None:
+def _check_train(config: Config, gpus: int) -> None:
     train = config.train
     if train.updates_per_step > train.prompts_per_step:
         raise ValueError(
             f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
             "and the samples of a prompt stay together; lower it"
         )
+    if train.optimizer_on_host and not gpus:
+        raise ValueError("train.optimizer_on_host=true needs a GPU: on a CPU the optimizer is on the host; remove it")
     if train.min_lr > train.lr:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):

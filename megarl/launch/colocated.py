@@ -263,7 +263,7 @@ def _run_sft(parts: Parts) -> None:
                 prompts=prompts,
                 examples=Examples(parts.tokenizer),
                 actor=RecordedActor(actor, telemetry.record, telemetry.span),
-                phases=TimedPhases(telemetry.span),
+                phases=TimedPhases(telemetry.span, telemetry.record, parts.device.torch, actor.memory),
                 checkpoint=checkpoint,
                 telemetry=telemetry,
                 state=state,
@@ -297,7 +297,7 @@ def run_rl(parts: Parts, engine: Engine) -> Actor:
             weights=RecordedWeights(parts.publisher(actor, engine), telemetry.record),
             evaluation=evaluation,
             checks=ParityGate(parity_bound(config), parts.shape.is_moe, telemetry.record),
-            phases=TimedPhases(telemetry.span),
+            phases=TimedPhases(telemetry.span, telemetry.record, parts.device.torch, actor.memory, engine),
             checkpoint=checkpoint,
             telemetry=telemetry,
             state=state,
@@ -306,8 +306,10 @@ def run_rl(parts: Parts, engine: Engine) -> Actor:
         try:
             train(run)
         except CheckFailed:  # raised on every rank alike: what was learnt so far is kept
+            actor.memory.wake_all()
             checkpoint.save()
             checkpoint.finish()
             raise
         checkpoint.finish()
+    actor.memory.wake_all()
     return actor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "Device", "pick_device"]
+__all__ = ["DTYPES", "Device", "peak_gb", "pick_device", "reset_peak"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 
@@ -37,3 +39,24 @@ def pick_device(local_rank: int = 0) -> Device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return Device(device, "nccl")
+
+
+def reset_peak(device: torch.device) -> None:
+    """From here on `peak_gb` counts anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # not Linux, or not allowed: then the peak is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_gb(device: torch.device) -> float:
+    """Most memory held at once, in units of 1e9 bytes: torch's on a GPU, all resident memory of this process on a CPU;
+    NaN where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / 1e9
+    return float("nan")

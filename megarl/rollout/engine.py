@@ -50,6 +50,7 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.6
     cpu_kv_cache_gb: float = 1.0
     enforce_eager: bool | None = None  # None: True on CPU
+    sleep: int = 0  # vLLM's level, while training
 
     @classmethod
     def of(cls, config: Config, *, folder: str, stop_token_ids: Sequence[int]) -> EngineSpec:
@@ -64,6 +65,7 @@ class EngineSpec:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,
             enforce_eager=rollout.enforce_eager,
+            sleep=rollout.sleep,
         )
 
 
@@ -75,6 +77,7 @@ class Engine:
         self._llm = llm
         self._spec = spec
         self._eager = eager
+        self._asleep: list[str] = []  # what of it
 
     @classmethod
     def start(
@@ -116,6 +119,7 @@ class Engine:
                 gpu_memory_utilization=spec.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(spec.cpu_kv_cache_gb * 2**30) if on_cpu else None,
                 enforce_eager=eager,
+                enable_sleep_mode=bool(spec.sleep) and not on_cpu,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # nothing but what a request says
             )
@@ -137,6 +141,20 @@ class Engine:
         self.receiver.abort()
         self._llm.llm_engine.model_executor.shutdown()
         destroy_model_parallel()
+
+    def sleep(self) -> None:
+        """Free the cache, and move the weights to the host (level 1) or drop them (2): a sync brings them anew.
+        Nothing on a CPU, where there is no other memory.
+        """
+        if self._spec.sleep and torch.cuda.is_available() and not self._asleep:
+            self._llm.sleep(level=self._spec.sleep)
+            self._asleep = ["weights", "kv_cache"]
+
+    def wake(self, part: str) -> None:
+        """Give memory back to the "weights", before a sync, or to the "kv_cache", before sampling."""
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
 
     @property
     def max_model_len(self) -> int:

@@ -1,0 +1,141 @@
+"""Where the trainer's memory is: what of it leaves the device between phases, and comes back bit for bit.
+
+    forward, backward   weights, gradients, activations        step    weights, gradients, optimizer
+    rest                weights                                leave   nothing
+
+The optimizer's state comes for the step alone, so activations and it are never there together. On a CPU the host is
+the device: the copies are made all the same, and only freed gradients make a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import HAVE_TE
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+__all__ = ["Memory", "recompute"]
+
+
+def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
+    """Have Megatron-Core drop activations and make them again in the backward pass: of every layer ("full"), or of the
+    named parts of one ("selective"). Raises ValueError for parts it does not know, or that this model does not have.
+    """
+    if granularity == "none":
+        return
+    if granularity == "full":
+        settings.recompute_granularity, settings.recompute_method, settings.recompute_num_layers = "full", "uniform", 1
+        return
+    known = ["core_attn", "mlp"]
+    known += ["moe"] if settings.num_moe_experts else []
+    known += ["shared_experts"] if settings.moe_shared_expert_intermediate_size else []
+    if HAVE_TE:  # these three drop an output and keep its inputs, by way of Transformer Engine's state
+        known += ["layernorm"]
+        known += ["moe_act"] if settings.moe_grouped_gemm else []
+        known += ["mla_up_proj"] if settings.multi_latent_attention else []
+    if unknown := [module for module in modules if module not in known]:
+        raise ValueError(
+            f"train.recompute_modules={list(modules)}: of this model there are {', '.join(known)}, not {unknown[0]}"
+        )
+    settings.recompute_granularity, settings.recompute_modules = "selective", list(modules)
+
+
+class Memory:
+    """Every method may be called when there is nothing to do."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        *,
+        offload: Collection[str],  # of gradients, optimizer, weights
+        device: torch.device,
+    ) -> None:
+        self._buffers: list[Any] = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self._optimizer = optimizer
+        self._offload = frozenset(offload)
+        self._device = device
+        self._optimizer_is_home = True
+        self._gradient_bytes: list[int] = []  # of each buffer, while freed
+        self._weights: list[Tensor] = []  # host copies of each buffer, while they are away
+
+    def before_backward(self) -> None:
+        """Gradients, all 0, and no optimizer."""
+        self._store_optimizer()
+        for buffer, size in zip(self._buffers, self._gradient_bytes, strict=False):
+            buffer.grad_data.untyped_storage().resize_(size)
+            buffer.grad_data.zero_()
+        self._gradient_bytes = []
+
+    def before_step(self) -> None:
+        if not self._optimizer_is_home:
+            self._move_optimizer(self._device)
+            self._optimizer_is_home = True
+
+    def rest(self) -> None:
+        """Nothing trains now; the weights stay."""
+        self._store_optimizer()
+        if "gradients" in self._offload and not self._gradient_bytes:
+            self._gradient_bytes = [_free(buffer.grad_data) for buffer in self._buffers]
+        self._give_back()
+
+    def leave(self) -> None:
+        """Nor are the weights read."""
+        self.rest()
+        if "weights" in self._offload and not self._weights:
+            self._weights = [buffer.param_data.to("cpu", copy=True) for buffer in self._buffers]
+            for buffer in self._buffers:
+                _free(buffer.param_data)
+        self._give_back()
+
+    def wake(self) -> None:
+        """The weights are there again."""
+        for buffer, host in zip(self._buffers, self._weights, strict=False):
+            buffer.param_data.untyped_storage().resize_(host.untyped_storage().nbytes())
+            buffer.param_data.copy_(host)
+        self._weights = []
+
+    def wake_all(self) -> None:
+        """Whatever a checkpoint or an export may read."""
+        self.wake()
+        self.before_step()
+
+    def _store_optimizer(self) -> None:
+        if "optimizer" in self._offload and self._optimizer_is_home:
+            self._move_optimizer(torch.device("cpu"))
+            self._optimizer_is_home = False
+
+    @torch.no_grad()
+    def _move_optimizer(self, device: torch.device) -> None:
+        """Moments, and main weights where they are not the very weights (fp32)."""
+        for part in _parts(self._optimizer):
+            if part.config.bf16:
+                for group in part.optimizer.param_groups:
+                    for main in group["params"]:
+                        main.data = main.data.to(device, copy=True)
+            for state in part.optimizer.state.values():
+                for name, value in state.items():
+                    if name != "step":
+                        state[name] = value.to(device, copy=True)
+
+    def _give_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "optimizer", None) is not None:  # a rank may hold none of the experts' state
+            yield part
+
+
+def _free(tensor: Tensor) -> int:
+    """Its memory, not itself: views of it hold again when the storage does. The bytes freed."""
+    size = tensor.untyped_storage().nbytes()
+    tensor.untyped_storage().resize_(0)
+    return size
