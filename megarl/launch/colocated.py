@@ -94,7 +94,7 @@ class Parts:
         """torch.distributed must be initialised."""
         assert config.model.path is not None, "the launcher made the model"
         layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
-        transport = Collective() if env.world_size > 1 else InProcess()
+        transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
         shape, tokenizer = read_model(config.model.path), load_tokenizer(config.model.path)
         return cls(config, env, device, layout, shape, tokenizer, transport)
 
