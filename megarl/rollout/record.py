@@ -118,6 +118,8 @@ class _Recorder(TorchDispatchMode):
         self.boxes: list[Box] = []
         self.fills: list[Fill] = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> a whole copy, the part of a source that it is
+        self._emptied: set[int] = set()  # sources that the loader sets to zero before it copies them
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -130,17 +132,39 @@ class _Recorder(TorchDispatchMode):
             if name in ("fill_", "zero_"):
                 self._fill(target, 0.0 if name == "zero_" else float(args[1]))
                 return target
+        if name.endswith("_") and target is not None and self._is_loaded(target):
+            _, whole = self._sources.get(_storage(target), ("", None))
+            if name != "zero_" or whole is None or target.shape != whole.shape:
+                raise self._computed(name, target)
+            self._emptied.add(_storage(target))  # by the ranks that are not to add it
+            return target
         result = func(*args, **(kwargs or {}))
-        touched = [a for a in args if isinstance(a, Tensor) and _storage(a) in self._sources]
-        if touched and isinstance(result, Tensor) and _storage(result) not in self._sources:
-            source = self._sources[_storage(touched[0])][0]
-            raise CheckFailed(
-                f"the engine's loader computes {name} on {source} instead of copying it: cannot be sent in shards"
-            )
+        if name == "clone" and target is not None and _storage(target) in self._sources:
+            self._copies[_storage(result)] = (result, target)
+            return result
+        touched = [a for a in args if isinstance(a, Tensor) and self._is_loaded(a)]
+        if touched and isinstance(result, Tensor) and not self._is_loaded(result):
+            raise self._computed(name, touched[0])
         return result
+
+    def _is_loaded(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._sources or _storage(tensor) in self._copies
+
+    def _computed(self, name: str, tensor: Tensor) -> CheckFailed:
+        _, tensor = self._copies.get(_storage(tensor), (tensor, tensor))
+        source = self._sources[_storage(tensor)][0]
+        return CheckFailed(
+            f"the engine's loader computes {name} on {source} instead of copying it: cannot be sent in shards"
+        )
 
     def _copy(self, target: Tensor, value: Tensor) -> None:
         param, whole = self._parameters[_storage(target)]
+        copy, part = self._copies.get(_storage(value), (None, value))
+        if copy is not None and value.shape == copy.shape and value.stride() == copy.stride():
+            value = part  # transposed, say, and made contiguous
+        if _storage(value) in self._emptied:
+            self._fill(target, 0.0)
+            return
         found = self._sources.get(_storage(value))
         if found is None or value.shape != target.shape:
             raise CheckFailed(f"the engine's loader writes {param} from something that is not a part of one HF tensor")

@@ -6,7 +6,7 @@ driven once at start, must agree (`disagreement`); then a plan needs no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megarl.config.model import ModelShape
@@ -149,12 +149,23 @@ def _experts(shape: ModelShape) -> tuple[Rule, ...]:
 def disagreement(table: Iterable[Box], recorded: Iterable[Box]) -> str | None:
     """What the engine's loaders did other than the table says, naming the first tensor; None when they agree."""
     expected = {_normal(box) for box in table}
-    found = {_normal(box) for box in recorded if box.numel}  # a rank may hold padding only
+    found = {_normal(part) for box in recorded if box.numel for part in _by_expert(box)}  # or padding only
     for box in sorted(found ^ expected, key=str):
         who, other = ("loaders put", "table does not") if box in found else ("table puts", "loaders do not")
         end = tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
         return f"the engine's {who} {box.name} {box.start} to {end} at element {box.offset} of {box.param}, the {other}"
     return None
+
+
+def _by_expert(box: Box) -> Iterator[Box]:
+    """gpt-oss's experts are one tensor, which its loader copies at once."""
+    count = box.shape[0] if ".mlp.experts.gate_up" in box.name or ".mlp.experts.down_proj" in box.name else 1
+    if "_proj." in box.name or count == 1:
+        yield box
+        return
+    for at in range(count):
+        start, shape = (box.start[0] + at, *box.start[1:]), (1, *box.shape[1:])
+        yield replace(box, start=start, shape=shape, offset=box.offset + at * box.strides[0])
 
 
 def _normal(box: Box) -> Box:
