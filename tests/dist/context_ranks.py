@@ -335,6 +335,16 @@ def check_dispatcher(bench: Bench) -> list[dict[str, Any]]:
     return check_layouts(bench, "qwen3_moe", layouts, random_batch(num_rows=8), moe=moe)
 
 
+def check_recompute(bench: Bench) -> list[dict[str, Any]]:
+    """Routers run again in the backward pass, when the pipeline has gone on to other micro-batches."""
+    found = []
+    for how in ({"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}):
+        train = how | {"max_tokens_per_microbatch": 30}
+        layouts: list[Sizes] = [{"pipeline": 2, "context": 2}]
+        found += check_layouts(bench, "qwen3_moe", layouts, random_batch(num_rows=8), train=train, moe=MOE)
+    return found
+
+
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "dense": check_dense,
     "sparse": check_sparse,
@@ -343,6 +353,7 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "families": check_families,
     "objectives": check_objectives,
     "dispatcher": check_dispatcher,
+    "recompute": check_recompute,
 }
 
 

@@ -63,7 +63,7 @@ def test_rows_dealt_at_random(four: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("check", ["idle", "families", "dispatcher"])
+@pytest.mark.parametrize("check", ["idle", "families", "dispatcher", "recompute"])
 def test_experts_with(four: dict[str, Any], check: str) -> None:
     assert_equal(four[check], experts=True)
 

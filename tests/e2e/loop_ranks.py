@@ -21,14 +21,14 @@ from megarl.weights.digest import digest
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = {
     "dp4": "",
-    "tp2": "parallel.tensor=2",
-    "pp2": "parallel.pipeline=2",
+    "cp2": "parallel.context=2",
+    "tp2_cp2": "parallel.tensor=2 parallel.context=2",
     "tp2_pp2": "parallel.tensor=2 parallel.pipeline=2",
     "engine_tp2": "parallel.tensor=2 rollout.tensor=2",
 }
 MOE = {
     "dp4": "",
-    "ep2": "parallel.expert=2",
+    "cp2_ep2": "parallel.context=2 parallel.expert=2",
     "tp2": "parallel.tensor=2",
     "tp2_etp2": "parallel.tensor=2 parallel.expert_tensor=2",
     "tp2_ep2": "parallel.tensor=2 parallel.expert=2",
