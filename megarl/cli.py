@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _convert(args)
         if args.command == "plan":
             return _plan(args, [*args.overrides, *rest])
+        if args.command == "check":
+            layouts = [text for text in args.layouts if "=" not in text]
+            return _check(args.config, layouts, [*args.overrides, *rest, *(t for t in args.layouts if "=" in t)])
         return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
@@ -71,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     evaluate = commands.add_parser("eval", help="accuracy of a model on fresh problems of the config's task")
     plan = commands.add_parser("plan", help="what a weight sync will move, in what time; needs no weights and no GPU")
-    for command in (train, evaluate, plan):
+    check = commands.add_parser("check", help="one update of the config's model and data under several layouts")
+    check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help="as 1 tp2 tp2,pp2; none: the usual")
+    for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, as configs/quickstart.yaml")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
@@ -141,6 +146,14 @@ def _convert(args: argparse.Namespace) -> int:
         print(f"megarl: {error}", file=sys.stderr)
         return REFUSED
     return DONE
+
+
+def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
+    from megarl.config.load import load_config
+    from megarl.launch.layouts import check_layouts_of
+    from megarl.platform.env import Env
+
+    return check_layouts_of(load_config(path, overrides), layouts, Env.read())
 
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:

@@ -96,7 +96,7 @@ class Actor:
 
     def logprobs(self, batch: TrainBatch) -> LogProbs:
         """Log-probs of `labels` under the current weights, and under the reference where there is one."""
-        microbatches = self._microbatches(batch)
+        microbatches = self.microbatches(batch)
         old = self._score(batch, microbatches)
         if self.reference is None:
             return LogProbs(old, None)
@@ -150,7 +150,7 @@ class Actor:
         algorithm = self.config.algorithm
         logprobs = batch.old_logprobs
         if algorithm.loss in SELECT and (index or algorithm.bypass):
-            logprobs = self._score(batch, self._microbatches(batch))
+            logprobs = self._score(batch, self.microbatches(batch))
         rows = [row for rank in ranks for chosen in rank for row in chosen]
         seed = self.config.run.seed + 1000 * self.scheduler.step + index
         return select_tokens(batch, logprobs, rows, algorithm, seed)
@@ -160,7 +160,7 @@ class Actor:
         """One rank of each tensor and context group of the last stage: together they hold each row once."""
         return self.layout.pp.last and self.layout.tp.first and self.layout.cp.first
 
-    def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+    def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """This rank's share of the whole batch, for a forward pass."""
         lengths = batch.cu_seqlens.diff().tolist()
         max_tokens = self.config.train.max_tokens_per_microbatch

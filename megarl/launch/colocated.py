@@ -51,18 +51,18 @@ from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
 
-__all__ = ["Parts", "evaluate", "run", "run_rl"]
+__all__ = ["Parts", "evaluate", "run", "run_rl", "world"]
 
 
 def run(config: Config, env: Env) -> None:
     """`megarl train` on this rank, from start-up to the last file."""
-    with _world(config, env) as parts:
+    with world(config, env) as parts:
         (_run_sft if config.stage == "sft" else _run_rl)(parts)
 
 
 def evaluate(config: Config, env: Env) -> None:
     """`megarl eval` on this rank: held-out problems, greedy and as rollouts are sampled."""
-    with _world(config, env) as parts:
+    with world(config, env) as parts:
         engine = parts.engine()
         parts.publisher(parts.actor(), engine).publish(version=0)
         evaluation = parts.evaluation(parts.exchange(engine, Silent().span), every=1)
@@ -230,7 +230,7 @@ class Parts:
 
 
 @contextmanager
-def _world(config: Config, env: Env) -> Iterator[Parts]:
+def world(config: Config, env: Env) -> Iterator[Parts]:
     """torch.distributed up, and down again when all went well: after a failure peers may be gone."""
     device = pick_device(env.local_rank)
     _init_process_group(config, env, device)

@@ -49,14 +49,14 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     ring: Callable[[str, int], None] = _nobody
     try:
-        from megarl.launch import colocated
+        from megarl.launch import colocated, layouts
         from megarl.launch.alarm import Alarm
 
         if env.in_torchrun and not env.launched and env.num_nodes > 1:
             alarm = Alarm(env)
             alarm.watch(lambda said, code: _note_exit(folder, env, outcome.Failure(-1, code, said, "", time.time())))
             ring = alarm.ring
-        {"train": colocated.run, "eval": colocated.evaluate}[command](config, env)
+        {"train": colocated.run, "eval": colocated.evaluate, "check": layouts.check}[command](config, env)
     except KeyboardInterrupt:
         _note_exit(folder, env, outcome.Failure(env.rank, outcome.STOPPED, "stopped", "", time.time()))
         return outcome.STOPPED

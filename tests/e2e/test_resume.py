@@ -47,3 +47,15 @@ def test_resume(tmp_path: Path) -> None:
     fresh = sft(tmp_path, "fresh", 4, "checkpoint.resume=never", "task.seed=7")
     assert sorted(losses(tmp_path / "fresh")) == [0, 1, 2, 3]
     assert not all(torch.equal(whole[name], fresh[name]) for name in whole), "the comparison above would prove nothing"
+
+
+@pytest.mark.long
+def test_killed_five_times(tmp_path: Path) -> None:
+    """With -9, wherever it is: the launcher or a rank, most often while a checkpoint is being written."""
+    values = ["parallel.tensor=2", "parallel.pipeline=2", "launch.processes=4", "train.steps=16", "checkpoint.every=1"]
+    values += ["train.prompts_per_step=8", "model.create.layers=2", "train.warmup_steps=2", "train.schedule=cosine"]
+    command = [sys.executable, "tests/e2e/kills.py", str(tmp_path), "5", "5", "configs/quickstart_sft.yaml", *values]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit-identical: True" in done.stdout and done.stdout.count("kill ") == 5
+    assert "too late" not in done.stdout, done.stdout

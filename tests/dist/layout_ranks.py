@@ -1,0 +1,66 @@
+"""One job of four gloo ranks: check_layouts as it is, and with a fault planted under tp2. Rank 0 writes the rows.
+
+python layout_ranks.py RESULTS.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.actor.actor import Actor
+from megarl.check import check_layouts, compare, rows_of
+from megarl.config.model import read_model
+from megarl.config.schema import Config, Create
+from megarl.launch.create import create_model
+from megarl.layout import Layout
+from megarl.types import Prompt
+
+WORLD = 4
+SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+LAYOUTS = {
+    "dense": ["1", "tp2", "pp2", "cp2", "tp2,pp2", "pp2,vpp2"],
+    "moe": ["1", "tp2", "ep2", "tp2,ep2", "pp2,ep2"],
+}
+
+
+def main(file: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, said = dist.get_rank(), {}
+    for name, more in {"dense": {}, "moe": {"family": "qwen3_moe", "experts": 4}}.items():
+        if rank == 0:
+            create_model(Create(**SIZES, **more), file.parent)
+        dist.barrier()
+        model = create_model(Create(**SIZES, **more), file.parent)
+        algorithm = {"advantage": "none", "loss": "sft"}
+        config = Config.model_validate(
+            {"train": {"dtype": "fp32", "max_tokens_per_microbatch": 48}, "algorithm": algorithm}
+        )
+        batch = rows_of([Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67)
+
+        def build(config: Config, layout: Layout, *, fault: bool = False) -> Actor:
+            actor = Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
+            if fault and layout.tp.size == 2:
+                for held, parameter in actor.parameters_by_name().items():
+                    if "layers.2.mlp" in held and layout.tp.rank == 1:
+                        parameter.data.mul_(1.01)
+            return actor
+
+        for fault in (False, True):
+            layouts = LAYOUTS[name] if not fault else LAYOUTS[name][:2]
+            found = check_layouts(
+                config, layouts, batch, lambda c, at, f=fault: build(c, at, fault=f), world=WORLD, rank=rank
+            )
+            said[f"{name} fault" if fault else name] = [asdict(row) for row in compare(found, "fp32")]
+    if rank == 0:
+        file.write_text(json.dumps(said))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
