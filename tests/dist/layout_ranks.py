@@ -43,7 +43,7 @@ def main(file: Path) -> None:
         )
         batch = rows_of([Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67)
 
-        def build(config: Config, layout: Layout, *, fault: bool = False) -> Actor:
+        def build(config: Config, layout: Layout, *, fault: bool, model: Path = model) -> Actor:
             actor = Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
             if fault and layout.tp.size == 2:
                 for held, parameter in actor.parameters_by_name().items():
