@@ -56,7 +56,8 @@ class Memory:
         offload: Collection[str],  # of gradients, optimizer, weights
         device: torch.device,
     ) -> None:
-        self._buffers: list[Any] = [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        wrapped: Sequence[Any] = chunks
+        self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
         self._optimizer = optimizer
         self._offload = frozenset(offload)
         self._device = device

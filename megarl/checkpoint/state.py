@@ -237,18 +237,23 @@ def _sharded_random() -> dict[str, ShardedObject]:
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "megatron": _megatrons().get_states(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return {"random": ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))}
 
 
+def _megatrons() -> Any:
+    """Megatron-Core's named random states."""
+    return get_cuda_rng_tracker()
+
+
 def _set_random(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    _megatrons().set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -35,7 +35,9 @@ class Writing:
         # else a process for this one queue is spawned on every rank; thread and reader are both in here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         # 0.19 would hand the write to another package, and has an option to say no
-        options: dict[str, Any] = {"async_strategy": "mcore"} if "async_strategy" in _parameters(dist_checkpointing.save) else {}
+        options: dict[str, Any] = (
+            {"async_strategy": "mcore"} if "async_strategy" in _parameters(dist_checkpointing.save) else {}
+        )
         self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
         self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
