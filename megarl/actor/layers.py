@@ -164,8 +164,16 @@ class _Whole(torch.nn.Module):
 
 
 class _ExpertOutput(RowParallelLinear):
-    """With a tensor of its own as output: Megatron adds an expert's bias in place, to what autograd takes for a view
-    of the input where nothing is reduced (0.16.1)."""
+    """Three faults of an expert's bias under Megatron's local spec (0.16.1, 0.19.2). It is added in place, to what
+    autograd takes for a view of the input where nothing is reduced: the output is a tensor of its own here. And it is
+    marked as replicated over the sequence-parallel ranks, whose gradients are then added once more than the experts';
+    and not as one that each expert's rank holds, so the gradient norm leaves it out on all tensor ranks but the first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+        self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
@@ -210,7 +218,12 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     if experts and config.add_bias_linear:
-        parts.mlp.submodules.experts.submodules.linear_fc2 = _ExpertOutput
+        _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
     if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a ModuleSpec, or of the partial that stands for one in 0.19."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
