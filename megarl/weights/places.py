@@ -35,10 +35,17 @@ class Places:
     ]  # [rank] -> the tensor of each box of the engine's, -1: another rank counts it
     replica_ranks: int
     dtype: torch.dtype  # of what moves; fp32 tensors are words of it
+    paired: frozenset[str] = frozenset()  # tensors whose last dim the trainer's boxes see as pairs
 
     @classmethod
     def of(
-        cls, names: Sequence[str], sources: Boxes, destinations: Boxes, replica_ranks: int, dtype: torch.dtype
+        cls,
+        names: Sequence[str],
+        sources: Boxes,
+        destinations: Boxes,
+        replica_ranks: int,
+        dtype: torch.dtype,
+        paired: frozenset[str] = frozenset(),
     ) -> Places:
         number = {name: index for index, name in enumerate(names)}
         counted: list[list[Box]] = []
@@ -50,7 +57,7 @@ class Places:
             if rank % replica_ranks == 0:
                 seen = set()
             theirs.append([-1 if _seen(box, seen) else number[box.name] for box in boxes])
-        return cls(names, counted, theirs, replica_ranks, dtype)
+        return cls(names, counted, theirs, replica_ranks, dtype, paired)
 
     def compare(self, transport: Transport, parameters: Mapping[str, Tensor], engine: Tensor) -> None:
         """`engine` [boxes of this rank] int64. Raises CheckFailed, on all ranks, naming replicas and tensors."""
@@ -60,7 +67,10 @@ class Places:
         for box in self.sources[transport.rank]:
             tensor = parameters[box.param].detach().view(self.dtype)
             part = tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset)
-            sums[0, number[box.name]] += placed(part, box.start)
+            start = box.start
+            if box.name in self.paired:
+                part, start = part.flatten(-2), (*start[:-2], 2 * start[-2])
+            sums[0, number[box.name]] += placed(part, start)
         which = torch.tensor(self.destinations[transport.rank], dtype=torch.int64, device=engine.device)
         counted = which >= 0
         sums[1 + transport.rank // self.replica_ranks].index_add_(0, which[counted], engine[counted])

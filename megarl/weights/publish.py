@@ -156,7 +156,7 @@ class Publisher:
         if len(set(prints)) > 1:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
-        places = Places.of(list(expected), sources, destinations, replica_ranks, dtype)
+        places = Places.of(list(expected), sources, destinations, replica_ranks, dtype, frozenset(paired))
         return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places)
 
     def publish(self, *, version: int) -> PublishReport:
