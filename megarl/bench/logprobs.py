@@ -47,12 +47,12 @@ def _case(title: str, *others: Contender, at_least: float | None = None, **argum
 
 
 def _recompute(entropy: str) -> Case:
-    return _case("recompute", VERL, TRL, TRL_SMALL, at_least=1.0, tokens=1024, hidden=256, entropy=entropy)
+    return _case("recompute", VERL, TRL, TRL_SMALL, at_least=1.0, tokens=256, hidden=256, entropy=entropy)
 
 
 CASES = (
     *(_recompute(entropy) for entropy in ("none", "value", "gradient")),
-    _case("plain", *PLAIN, tokens=1024, hidden=256, entropy="none"),
+    _case("plain", *PLAIN, tokens=256, hidden=256, entropy="none"),
     _case("memory", VERL, TRL, FORWARD, tokens=16384, hidden=64, entropy="none"),
 )
 
