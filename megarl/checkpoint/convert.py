@@ -4,7 +4,7 @@
 
 A record is written when its file is whole and on disk, so a conversion that was killed goes on behind the last one.
 Every HF tensor's checksum is taken from the source as it is read, and again from the finished target, opened as any
-reader would open it. Memory: a few groups of 16 MiB, whatever the model.
+reader would open it. Memory: a few groups of at most 16 MiB, whatever the model.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _compare_sums(source: Path, digests: Mapping[str, str]) -> None:
     """A folder that a conversion made holds its checksums: it must still be what it was."""
     if not (source / SUMS).is_file():
         return
-    told = dict(reversed(line.split("  ", 1)) for line in (source / SUMS).read_text().splitlines())
+    told = {line[18:]: line[:16] for line in (source / SUMS).read_text().splitlines()}
     wrong = [name for name, value in digests.items() if told.get(name) != value]
     if wrong:
         rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""

@@ -114,7 +114,7 @@ class HfFolder:
 
 def bytes_of(flat: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
 def _read_header(file: Path) -> dict[str, _Place]:

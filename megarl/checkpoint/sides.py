@@ -25,8 +25,6 @@ from megarl.checkpoint.torch_dist import Chunk, Reader, finish, write_chunk
 
 __all__ = ["File", "HfSource", "HfTarget", "MegatronSource", "MegatronTarget", "Source", "Target"]
 
-GROUP_BYTES = 4 << 20  # of a parameter that is in memory at once
-
 
 class Source(Protocol):
     """Parameters of one model, by ranges. Not for several threads at once."""
@@ -113,7 +111,7 @@ class Target(Protocol):
 
 
 class MegatronTarget:
-    """Chunks of at most GROUP_BYTES; `file_of` puts parameters that a rank loads together into files of their own."""
+    """Chunks of at most `group_bytes`; `file_of` puts parameters that a rank loads together into files of their own."""
 
     def __init__(
         self,
@@ -124,6 +122,7 @@ class MegatronTarget:
         cuts: int,
         file_of: Callable[[str], str],
         file_bytes: int,
+        group_bytes: int,
     ) -> None:
         self._places = places
         self._objects = list(objects)
@@ -137,7 +136,7 @@ class MegatronTarget:
             for slot in slots:
                 self._agree(places.spans[param][0].name, dtype, slot.key, slot.whole)
             held = by_file.setdefault(file_of(param), [[]])
-            for group in places.groups(param, limit=GROUP_BYTES // dtype.itemsize, cuts=cuts):
+            for group in places.groups(param, limit=group_bytes // dtype.itemsize, cuts=cuts):
                 if held[-1] and sizes[file_of(param)] + group.numel * dtype.itemsize > file_bytes:
                     held.append([])
                     sizes[file_of(param)] = 0
@@ -214,8 +213,8 @@ def _narrow(group: Group, part: Span) -> Group:
 class HfTarget:
     """Safetensors files of at most `file_bytes`, tensors in order, an index where there are several."""
 
-    def __init__(self, places: Places, dtypes: Mapping[str, torch.dtype], *, file_bytes: int) -> None:
-        self._places = places
+    def __init__(self, places: Places, dtypes: Mapping[str, torch.dtype], *, file_bytes: int, group_bytes: int) -> None:
+        self._places, self._group_bytes = places, group_bytes
         sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in places.shapes.items()}
         dealt: list[list[str]] = [[]]
         for name, size in sizes.items():
@@ -239,7 +238,7 @@ class HfTarget:
 
     def _runs(self, name: str, dtype: torch.dtype) -> Iterator[_Run]:
         """A tensor in order, as many groups at once as fit."""
-        limit, held = GROUP_BYTES // dtype.itemsize, []
+        limit, held = self._group_bytes // dtype.itemsize, []
         for param in dict.fromkeys(span.param for span in self._places.spans_of_tensor[name]):
             for group in self._places.groups(param, limit=limit):
                 for part in self._places.parts(group):

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from megarl.weights.models import hf_shapes, megatron_boxes
 __all__ = ["FILE_BYTES", "run_convert"]
 
 FILE_BYTES = 4 << 30
+LEAST, MOST = 2 << 20, 16 << 20  # bytes of a parameter that are in memory at once: a small model's memory is small too
 Format = Literal["megatron", "hf"]
 
 
@@ -51,12 +53,20 @@ def run_convert(
     places, objects = _places(shape, sizes)
     opened = _open(source, places, shape)
     dtypes = {name: opened.dtype(name) for name in places.shapes}
+    total = sum(prod(size) * dtypes[name].itemsize for name, size in places.shapes.items())
+    group_bytes = max(LEAST, min(MOST, total // 1024))
     made: Target
     if to == "hf":
-        made = HfTarget(places, dtypes, file_bytes=file_bytes)
+        made = HfTarget(places, dtypes, file_bytes=file_bytes, group_bytes=group_bytes)
     else:
         made = MegatronTarget(
-            places, objects, dtypes, cuts=sizes.tensor, file_of=_Files(shape, sizes), file_bytes=file_bytes
+            places,
+            objects,
+            dtypes,
+            cuts=sizes.tensor,
+            file_of=_Files(shape, sizes),
+            file_bytes=file_bytes,
+            group_bytes=group_bytes,
         )
     files = [
         file for file in source.iterdir() if file.suffix in (".safetensors", ".distcp") or file.name == ".metadata"

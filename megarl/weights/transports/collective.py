@@ -35,7 +35,7 @@ class Collective:
         self._calls = count()
         store: Any = dist.distributed_c10d._get_default_store()  # the one that the ranks met in
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        self._store = dist.PrefixStore(f"megarl/roll call/{next(_MADE)}/{ranks[0]}-{ranks[-1]}", store)
+        self._store = dist.distributed_c10d.PrefixStore(f"megarl/roll call/{next(_MADE)}/{ranks[0]}-{ranks[-1]}", store)
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
         transfers = [(f"rank {peer} did not take", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]

@@ -32,7 +32,7 @@ class Ipc:
         self._together = Collective(group, timeout_s=timeout_s)
         self.rank, self.world = self._together.rank, self._together.world
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        self._words = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._words: Any = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._round = 0
         self._staging: dict[tuple[int, int], Tensor] = {}  # (peer, slot) -> ours to write
         self._opened: dict[tuple[int, int], tuple[Any, Tensor]] = {}  # (peer, slot) -> its handle, its memory
