@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -119,24 +120,25 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
     if not order.size:
         return []
     sizes = sized[order[starts]].tolist()  # distinct, ascending
-    left = [part.tolist() for part in np.split(order, starts[1:])]  # the items of each size
+    items, cuts = order.tolist(), [*starts.tolist(), order.size]
+    left = [items[start:end] for start, end in pairwise(cuts)]  # the items of each size
     bins: list[list[int]] = []
     while sizes:
-        room, items, at = capacity, [], len(sizes) - 1
+        room, taken, at = capacity, [], len(sizes) - 1
         while at >= 0:
             size, same = sizes[at], left[at]
             if size > room:
                 at = bisect_right(sizes, room, 0, at) - 1
                 continue
             count = min(room // size, len(same)) if size else len(same)
-            items += same[-count:]
+            taken += same[-count:]
             room -= count * size
             if count == len(same):
                 del sizes[at], left[at]
             else:
                 del same[-count:]
             at -= 1
-        bins.append(items)
+        bins.append(taken)
     return bins
 
 
