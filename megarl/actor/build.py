@@ -87,7 +87,8 @@ def destroy_parallel() -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
     dist.barrier()  # nobody closes a connection that a peer still reads from
-    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    known = dist.distributed_c10d._world.pg_map  # a default group closed before took its groups along
+    groups = [group for group in parallel_state._global_process_group_list or () if group in known]
     parallel_state.destroy_model_parallel()
     for group in groups:
         dist.destroy_process_group(group)

@@ -5,8 +5,7 @@
     rollout | the engine asleep; the trainer's weights back
 
 So the optimizer and the engine's cache are never on the device together. What rests and sleeps is the config's choice
-(train.offload, rollout.sleep); by default, and between CPU neighbours, all stays where it is. `current()` is read by
-whoever reports a failure: a time-out then says what each rank was doing.
+(train.offload, rollout.sleep); by default, and between CPU neighbours, all stays where it is.
 """
 
 from __future__ import annotations
@@ -18,16 +17,10 @@ from typing import Protocol
 
 import torch
 
+from megarl.launch.current import enter
 from megarl.platform.device import peak_gb, reset_peak
 
-__all__ = ["Resting", "Sleeping", "TimedPhases", "current"]
-
-_now = ["start-up"]  # one process runs one loop; written by TimedPhases only
-
-
-def current() -> str:
-    """The phase this process is in, or was in when an exception left it."""
-    return _now[0]
+__all__ = ["Resting", "Sleeping", "TimedPhases"]
 
 
 class Resting(Protocol):
@@ -81,9 +74,9 @@ class TimedPhases:
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        _now[0] = name
+        enter(name)
         reset_peak(self.device)
         with self.span(name):
             yield
         self.record({f"memory/{name}/peak_gb": peak_gb(self.device)})
-        _now[0] = f"after {name}"  # not reached when an exception leaves: then `current` names the phase itself
+        enter(f"after {name}")  # not reached when an exception leaves: then it is still in the phase itself

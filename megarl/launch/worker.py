@@ -22,7 +22,8 @@ from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
-from megarl.launch import outcome, phases
+from megarl.launch import outcome
+from megarl.launch.current import current
 from megarl.platform.env import Env, set_env
 
 __all__ = ["main", "run_rank"]
@@ -62,7 +63,7 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
         return outcome.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
         traceback.print_exc()
-        failure = outcome.record_failure(folder, env.rank, error, during=phases.current())
+        failure = outcome.record_failure(folder, env.rank, error, during=current())
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
         ring(failure.message, failure.code)
