@@ -36,6 +36,7 @@ def assert_equal(cases: list[dict[str, Any]], *, experts: bool) -> None:
             assert case["layers"] * (0.1 * aux + 0.02 * z) == pytest.approx(case["true_terms"], rel=1e-4), name
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_rows(tmp_path: Path) -> None:
     found = ranks(tmp_path, 2, "dense", "sparse")
     assert len(found["dense"]) == len(found["sparse"]) == 1

@@ -224,7 +224,8 @@ convert.run_convert(Path(source), Path(target), to, Parallel(), config=None, fil
 """
 
 
-@pytest.mark.parametrize("to", ["megatron", pytest.param("hf", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("to", ["megatron", "hf"])
 def test_killed_in_the_middle_it_goes_on(moe, tmp_path, to):
     source = moe
     if to == "hf":
