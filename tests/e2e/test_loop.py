@@ -81,6 +81,7 @@ def test_a_bound_that_cannot_be_met_stops_with_3_and_says_what_it_saw(tmp_path: 
     assert json.loads((tmp_path / "refused" / "exit.json").read_text())["code"] == 3
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_on_some_samples_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "fussy.py").write_text(
         "def reward(tokens):\n"
