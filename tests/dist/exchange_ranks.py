@@ -83,6 +83,7 @@ def main(folder: Path) -> None:
             seen[name] = f"{type(error).__name__}: {error}"
     seen["after"] = len(exchange(sampler, rewards)(requests[:1], 9))  # fewer requests than replicas; nobody is stuck
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
