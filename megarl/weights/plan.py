@@ -3,10 +3,11 @@
     boxes each source rank holds  x  boxes each destination rank keeps  --make_plan-->  rounds of messages
 
 A piece is the part of one HF tensor that a source box and a destination box share. A destination takes a
-piece from itself when it holds it, else from the least loaded rank that does. Pieces are cut along dim 0 and
-gathered into rounds, so that no rank sends or receives more than `bucket_bytes` in a round; in a round there
-is one flat message per (source, destination). Tensors go in the order the engine keeps its layers, so a layer
-opened in one round closes soon after.
+piece from itself when it holds it, else from the least loaded rank of its node that does. What no rank of a node
+holds and several keep is sent to one of them, and copied on from the bucket it arrived in a round later: it crosses
+the network once. Pieces are cut along dim 0 and gathered into rounds, so that no rank sends or receives more than
+`bucket_bytes` in a round; in a round there is one flat message per (source, destination). Tensors go in the order
+the engine keeps its layers, so a layer opened in one round closes soon after.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from megarl.weights.mapping import Box
 
-__all__ = ["Message", "Piece", "Plan", "View", "find_gaps", "intersect", "make_piece", "make_plan"]
+__all__ = ["Message", "Piece", "Plan", "View", "arrived", "find_gaps", "intersect", "make_piece", "make_plan"]
 
 Boxes = Sequence[Sequence[Box]]  # [rank] -> what it holds
 
@@ -41,8 +42,9 @@ class Piece:
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    source: View
+    source: View  # of a parameter; of a piece copied on: of the bucket of the round before, param is `arrived(from)`
     destination: View
+    is_forward: bool = False
 
     @property
     def numel(self) -> int:
@@ -61,10 +63,16 @@ class Message:
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
 
+    @property
+    def is_forward(self) -> bool:
+        """Some of it must have arrived before it can be packed."""
+        return any(piece.is_forward for piece in self.pieces)
+
     def __str__(self) -> str:
         names = sorted({piece.name for piece in self.pieces})
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"rank {self.source} -> rank {self.destination}: {', '.join(names[:3])}{rest}"
+        how = " (copied on)" if self.is_forward else ""
+        return f"rank {self.source} -> rank {self.destination}{how}: {', '.join(names[:3])}{rest}"
 
 
 @dataclass(frozen=True)
@@ -105,33 +113,40 @@ class _Shared:
     holders: Mapping[int, Box]
 
 
-def make_plan(sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_bytes: int) -> Plan:
+def make_plan(
+    sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_bytes: int, node_ranks: int | None = None
+) -> Plan:
     """Every element of every destination box exactly once, from whoever holds it.
 
+    `node_ranks`: ranks of a node, numbered node by node; None: all are on one, and nothing is copied on.
     Raises ValueError naming the tensor when sources leave a gap or overlap.
     """
     held = _held(sources)
-    packer = _Packer(max(1, bucket_bytes // itemsize))
-    load: dict[int, int] = defaultdict(int)  # elements each rank sends
+    dealer = _Dealer(_Packer(max(1, bucket_bytes // itemsize)), node_ranks or max(len(sources), len(destinations)))
     for name, wanted in _wanted(destinations):
-        for rank, box in wanted:
-            found = 0
-            for shared in held.get(name, ()):
+        found = [0] * len(wanted)
+        for shared in held.get(name, ()):
+            # (start, shape, node) -> those of `wanted` that keep it; replicas and repeated heads keep the same region
+            regions: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[tuple[int, Box]]] = {}
+            for index, (rank, box) in enumerate(wanted):
                 overlap = intersect(shared.box, box)
-                if overlap is None:
-                    continue
-                found += prod(overlap[1])
-                source = rank if rank in shared.holders else min(shared.holders, key=lambda r: (load[r], r))
-                if source != rank:
-                    load[source] += prod(overlap[1])
-                for start, shape in _cut(*overlap, packer.limit):
-                    packer.add(source, rank, make_piece(name, start, shape, shared.holders[source], box))
-            if found != box.numel:
+                if overlap is not None:
+                    found[index] += prod(overlap[1])
+                    regions.setdefault((*overlap, dealer.node(rank)), []).append((rank, box))
+            for (start, shape, node), keepers in regions.items():
+                dealer.deal(shared, start, shape, node, keepers)
+        for (rank, box), numel in zip(wanted, found, strict=True):
+            if numel != box.numel:
                 raise ValueError(
                     f"{name}: rank {rank} keeps {box.numel} elements from {box.start} of shape {box.shape}, "
-                    f"the sources hold {found} of them"
+                    f"the sources hold {numel} of them"
                 )
-    return Plan(packer.rounds(), itemsize)
+    return Plan(dealer.packer.rounds(), itemsize)
+
+
+def arrived(source: int) -> str:
+    """The `View.param` that stands for the bucket which came from `source` a round before."""
+    return f"arrived from rank {source}"
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], boxes: Boxes) -> list[str]:
@@ -167,12 +182,14 @@ def _held(sources: Boxes) -> dict[str, list[_Shared]]:
 
 
 def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, Box]]]]:
-    """Each tensor with the boxes ranks keep of it, in the order the engines keep their layers."""
+    """Each tensor with the boxes ranks keep of it, in the order the engines keep their layers, all ranks at a time."""
     by_name: dict[str, list[tuple[int, Box]]] = {}
+    place: dict[str, int] = {}
     for rank, boxes in enumerate(destinations):
-        for box in boxes:
+        for number, box in enumerate(boxes):
             by_name.setdefault(box.name, []).append((rank, box))
-    yield from by_name.items()
+            place[box.name] = min(number, place.get(box.name, number))
+    yield from sorted(by_name.items(), key=lambda item: place[item[0]])
 
 
 def intersect(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -202,29 +219,78 @@ def make_piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source
     return Piece(name, start, shape, view(source), view(destination))
 
 
+class _Dealer:
+    """Says who sends a region to whom, the least busy first."""
+
+    def __init__(self, packer: _Packer, node_ranks: int) -> None:
+        self.packer = packer
+        self._node_ranks = node_ranks
+        self._sent: dict[int, int] = defaultdict(int)  # elements each rank sends of its own
+        self._taken: dict[int, int] = defaultdict(int)  # elements each rank gets from who holds them
+
+    def node(self, rank: int) -> int:
+        return rank // self._node_ranks
+
+    def deal(
+        self,
+        shared: _Shared,
+        start: tuple[int, ...],
+        shape: tuple[int, ...],
+        node: int,
+        keepers: Sequence[tuple[int, Box]],  # on that node
+    ) -> None:
+        near = [rank for rank in shared.holders if self.node(rank) == node]
+        foreign = {rank: box for rank, box in keepers if rank not in shared.holders}
+        onward: dict[int, Box] = {}
+        if not near and len(foreign) > 1:
+            first = min(foreign, key=lambda rank: (self._taken[rank], rank))
+            onward = {rank: box for rank, box in foreign.items() if rank != first}
+        for rank, box in keepers:
+            if onward.get(rank) is box:
+                continue
+            source = rank
+            if rank in foreign:
+                source = min(near or shared.holders, key=lambda rank: (self._sent[rank], rank))
+                self._sent[source] += prod(shape)
+                self._taken[rank] += prod(shape)
+            copies = onward if foreign.get(rank) is box else {}
+            for at, size in _cut(start, shape, self.packer.limit // max(1, len(copies))):
+                piece = make_piece(shared.box.name, at, size, shared.holders[source], box)
+                views = {other: make_piece(shared.box.name, at, size, kept, kept) for other, kept in copies.items()}
+                self.packer.add(source, rank, piece, {other: copy.destination for other, copy in views.items()})
+
+
 class _Packer:
     """Fills rounds in order; a new one starts when a piece would take what a rank sends or receives over the limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # elements
-        self._closed: list[tuple[Message, ...]] = []
-        self._open: dict[tuple[int, int], list[Piece]] = {}
-        self._filled: dict[tuple[str, int], int] = defaultdict(int)
+        self._round = 0
+        self._messages: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)  # (round, source, destination)
+        self._filled: dict[tuple[int, str, int], int] = defaultdict(int)  # (round, way, rank) -> elements
 
-    def add(self, source: int, destination: int, piece: Piece) -> None:
-        ends = (("out", source), ("in", destination))
-        if any(self._filled[end] and self._filled[end] + piece.numel > self.limit for end in ends):
-            self._close()
-        for end in ends:
-            self._filled[end] += piece.numel
-        self._open.setdefault((source, destination), []).append(piece)
-
-    def _close(self) -> None:
-        self._closed.append(tuple(Message(s, d, tuple(pieces)) for (s, d), pieces in sorted(self._open.items())))
-        self._open.clear()
-        self._filled.clear()
+    def add(self, source: int, destination: int, piece: Piece, onward: Mapping[int, View]) -> None:
+        """`onward`: ranks that `destination` copies the piece on to, in the round after."""
+        numel = piece.numel
+        loads = [(0, "out", source, numel), (0, "in", destination, numel)]
+        loads += [(1, "in", rank, numel) for rank in onward]
+        loads += [(1, "out", destination, numel * len(onward))] if onward else []
+        while any(0 < self._filled[self._round + d, way, r] > self.limit - n for d, way, r, n in loads):
+            self._round += 1
+        now = self._round
+        message = self._messages[now, source, destination]
+        if onward:
+            strides = tuple(prod(piece.shape[axis + 1 :]) for axis in range(len(piece.shape)))
+            lies = View(arrived(source), sum(earlier.numel for earlier in message), strides)
+            for rank, view in onward.items():
+                copy = replace(piece, source=lies, destination=view, is_forward=True)
+                self._messages[now + 1, destination, rank].append(copy)
+        message.append(piece)
+        for later, way, rank, load in loads:
+            self._filled[now + later, way, rank] += load
 
     def rounds(self) -> tuple[tuple[Message, ...], ...]:
-        if self._open:
-            self._close()
-        return tuple(self._closed)
+        found: list[list[Message]] = [[] for _ in range(1 + max((now for now, *_ in self._messages), default=-1))]
+        for (now, source, destination), pieces in sorted(self._messages.items(), key=lambda item: item[0]):
+            found[now].append(Message(source, destination, tuple(pieces)))
+        return tuple(map(tuple, found))

@@ -130,16 +130,29 @@ def test_every_element_arrives_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLEETS)
-def test_bytes_are_those_of_the_plan_of_boxes(name: str) -> None:
-    """make_plan works from every rank's boxes, plan_flows from tables: both move what is kept and not held."""
+def test_bytes_are_those_of_the_plan_that_is_executed(name: str) -> None:
+    """make_plan works from every rank's boxes, plan_flows from tables: the same bytes cross nodes and stay in them."""
     shape, fleet = FLEETS[name]
     shape = replace(shape, router=replace(shape.router, corrected=False))  # make_plan knows one size of element
     sources, destinations = boxes(shape, fleet)
     gap: list[list[Box]] = [[] for _ in range(fleet.first)]
-    pad: list[list[Box]] = [[] for _ in range(fleet.first + fleet.receivers - fleet.trainers)]
-    plan = make_plan([*sources, *pad], [*gap, *destinations], itemsize=2, bucket_bytes=1 << 20)
-    found = cost(plan_flows(shape, fleet, padded_vocab=16), LINKS["h100"], 1)
+    pad: list[list[Box]] = [[] for _ in range(fleet.gpus - fleet.trainers)]
+    plan = make_plan([*sources, *pad], [*gap, *destinations], itemsize=2, bucket_bytes=1 << 20, node_ranks=fleet.node)
+    flows = plan_flows(shape, fleet, padded_vocab=16)
+    found = cost(flows, LINKS["h100"], 1)
     assert (found.bytes_kept, found.bytes_received) == (plan.bytes_kept, plan.bytes_received)
+    pieces = [(m.source, m.destination, 2 * p.numel, p.is_forward) for m in plan.messages for p in m.pieces]
+    executed = np.array(pieces).T
+    planned = np.array([flows.source, flows.destination, flows.num_bytes, flows.is_forward])
+    sums = []
+    for source, destination, num_bytes, is_forward in (executed, planned):
+        is_near, moved = source // fleet.node == destination // fleet.node, source != destination
+        assert is_near[is_forward > 0].all()
+        ways = (~is_near, is_near & moved, is_forward > 0)
+        sums.append([int(num_bytes[way].sum()) for way in ways])
+        sums[-1].append(int(np.bincount(source[~is_near], weights=num_bytes[~is_near], minlength=1).max()))
+    assert sums[0][:3] == sums[1][:3], "over the network, within nodes, copied on"
+    assert abs(sums[0][3] - sums[1][3]) <= max(flows.num_bytes.max(), executed[2].max()), "of the busiest sender"
 
 
 def test_a_table_that_lacks_a_tensor_is_named(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel
 from megarl.weights.mapping import Box
 from megarl.weights.models import hf_shapes, megatron_boxes
-from megarl.weights.plan import Plan, find_gaps, make_plan
+from megarl.weights.plan import Plan, arrived, find_gaps, make_plan
 
 Memory = dict[tuple[str, int], object]  # (param, element) -> what lies there
 
@@ -43,18 +43,26 @@ def fill(boxes: list[Box]) -> Memory:
 
 
 def run(plan: Plan, sources: list[list[Box]], world: int) -> list[Memory]:
-    """Execute a plan element by element."""
+    """Execute a plan element by element; what is copied on is read from the buckets of the round before."""
     memory, landed = [fill(boxes) for boxes in sources], [{} for _ in range(world)]
-    for message in plan.messages:
-        for piece in message.pieces:
-            for index in product(*(range(n) for n in piece.shape)):
+    before: list[Memory] = [{} for _ in range(world)]
+    for round_ in plan.rounds:
+        buckets: list[Memory] = [{} for _ in range(world)]
+        for message in round_:
+            flat = []
+            for piece in message.pieces:
+                held = before if piece.is_forward else memory
+                for index in product(*(range(n) for n in piece.shape)):
 
-                def at(view, index=index):
-                    return view.param, view.offset + sum(i * s for i, s in zip(index, view.strides, strict=True))
+                    def at(view, index=index):
+                        return view.param, view.offset + sum(i * s for i, s in zip(index, view.strides, strict=True))
 
-                key = at(piece.destination)
-                assert key not in landed[message.destination], "written twice"
-                landed[message.destination][key] = memory[message.source][at(piece.source)]
+                    key = at(piece.destination)
+                    assert key not in landed[message.destination], "written twice"
+                    landed[message.destination][key] = held[message.source][at(piece.source)]
+                    flat.append(landed[message.destination][key])
+            buckets[message.destination] |= {(arrived(message.source), i): what for i, what in enumerate(flat)}
+        before = buckets
     return landed
 
 
@@ -71,23 +79,25 @@ LAYOUTS = [
     st.sampled_from([4, 100, 1 << 20]),
     st.booleans(),
     st.integers(5, 12),
+    st.sampled_from([None, 1, 2, 4]),
 )
-def test_every_element_arrives_once(source, destination, bucket_bytes, tied, vocab):
+def test_every_element_arrives_once(source, destination, bucket_bytes, tied, vocab, node_ranks):
     shape, world = moe(tied=tied, vocab=vocab), 4
     sources, destinations = boxes_of_world(shape, source, world), boxes_of_world(shape, destination, world)
     assert find_gaps(hf_shapes(shape), sources) == []
-    plan = make_plan(sources, destinations, itemsize=2, bucket_bytes=bucket_bytes)
+    plan = make_plan(sources, destinations, itemsize=2, bucket_bytes=bucket_bytes, node_ranks=node_ranks)
     assert run(plan, sources, world) == [fill(boxes) for boxes in destinations]
     assert plan.bytes_kept == 2 * sum(box.numel for boxes in destinations for box in boxes)
     if source == destination:
         assert plan.bytes_received == 0, "what a rank holds it does not receive"
 
 
-def test_buckets_keep_to_the_limit():
+@pytest.mark.parametrize(("destination", "node_ranks"), [(LAYOUTS[1], None), (LAYOUTS[1], 4), (LAYOUTS[0], 2)])
+def test_buckets_keep_to_the_limit(destination, node_ranks):
     shape = moe(hidden=16)
-    sources, destinations = boxes_of_world(shape, LAYOUTS[3], 4), boxes_of_world(shape, LAYOUTS[1], 4)
+    sources, destinations = boxes_of_world(shape, LAYOUTS[3], 4), boxes_of_world(shape, destination, 4)
     limit = 128
-    plan = make_plan(sources, destinations, itemsize=4, bucket_bytes=limit)
+    plan = make_plan(sources, destinations, itemsize=4, bucket_bytes=limit, node_ranks=node_ranks)
     assert len(plan.rounds) > 10
     for round_ in plan.rounds:
         assert len({(m.source, m.destination) for m in round_}) == len(round_), "one message per pair and round"
@@ -105,6 +115,19 @@ def test_replicas_share_the_sending():
     plan = make_plan([whole] * 4 + [[]], [[]] * 4 + [whole], itemsize=4, bucket_bytes=1 << 20)
     sent = [sum(m.numel for m in plan.messages if m.source == rank) for rank in range(4)]
     assert sent == [32, 32, 32, 32]
+
+
+def test_what_a_node_shares_crosses_the_network_once():
+    """Two ranks of one node hold all; four of another keep it: a quarter each, the rest from neighbours."""
+    whole = [Box(f"t{i}", (0, 0), (6, 4), f"p{i}", 0, (4, 1)) for i in range(4)]
+    plan = make_plan([whole] * 2 + [[]] * 6, [[]] * 4 + [whole] * 4, itemsize=4, bucket_bytes=4 * 24, node_ranks=4)
+    far = [m for m in plan.messages if m.source < 4]
+    assert [sum(m.numel for m in far if m.source == rank) for rank in range(4)] == [48, 48, 0, 0]
+    assert [sum(m.numel for m in far if m.destination == rank) for rank in range(4, 8)] == [24] * 4
+    for rank in range(4, 8):
+        assert sum(m.numel for m in plan.messages if m.destination == rank) == 96
+        assert sum(m.numel for m in plan.messages if m.source == rank) == 72, "neighbours share the copying, too"
+    assert all(m.is_forward == (m.source >= 4) for m in plan.messages)
 
 
 def test_order_follows_the_destination():
