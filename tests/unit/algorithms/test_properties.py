@@ -253,6 +253,21 @@ def test_a_shift_of_all_scores_changes_nothing(name, rows, shift):
     torch.testing.assert_close(moved, ours, rtol=1e-6, atol=1e-6)
 
 
+SCALE_FREE = ("grpo", "grpo_process", "reinforce_pp", "reinforce_pp_baseline")  # divided by a standard deviation
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@given(batches(), st.floats(0.01, 1000))
+def test_scaled_rewards_scale_the_advantages_or_leave_them(name, rows, factor):
+    """Exactly so without eps; values and baselines, which are in the units of rewards, scale along."""
+    options = {"eps": 0.0} if name in SCALE_FREE else {}
+    options |= {"whiten": False} if name == "gae" else {}
+    options |= {"singleton": "zero"} if name in ROW_ADVANTAGES else {}
+    scaled = replace(rows, rewards=factor * rows.rewards, values=factor * rows.values, baseline=factor * rows.baseline)
+    expected = advantages(name, rows, **options) * (1 if name in SCALE_FREE else factor)
+    torch.testing.assert_close(advantages(name, scaled, **options), expected, rtol=1e-8, atol=1e-8)
+
+
 @given(batches(), st.integers(1, 6), st.floats(-1e4, 1e4))
 def test_statistics_merge_to_those_of_the_whole(rows, cut, offset):
     x, whole = rows.values + offset, Stats(0, 0.0, 0.0)
