@@ -104,6 +104,7 @@ def check_layouts(
         scored = supervised(batch, logprobs)
         update = actor.update(scored, plan_microbatches(scored, actor.layout, here.train)).updates[0]
         found.append(Found(text, update.loss, update.grad_norm, layers, logprobs.old))
+        actor.close()
     return found
 
 

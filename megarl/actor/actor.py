@@ -5,6 +5,7 @@ Actor.build: groups -> model -> weights from safetensors -> gradient buffers -> 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megarl.actor.build import Groups, build_model, held_tensors, init_parallel, padded_vocab
+from megarl.actor.build import Groups, build_model, destroy_parallel, held_tensors, init_parallel, padded_vocab
 from megarl.actor.forward import Reading, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
 from megarl.actor.memory import Memory, recompute
 from megarl.actor.microbatch import Microbatch, extended, length_of, pack
-from megarl.actor.moe import RouterTerms
+from megarl.actor.moe import RouterTerms, forget_last_batch
 from megarl.actor.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.actor.reference import Reference
 from megarl.actor.settings import transformer_config
@@ -83,6 +84,16 @@ class Actor:
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
+
+    def close(self) -> None:
+        """Give back memory and process groups; another actor may then be built in this process. Every rank must call.
+
+        Its groups live as long as its model, each with threads that poll (some fifty together under gloo).
+        """
+        forget_last_batch(self.model)
+        vars(self).clear()  # whoever still holds this actor holds nothing of it
+        gc.collect()
+        destroy_parallel()
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """What of the checkpoint this rank holds, under GPTModel's own names; of virtual stages: `chunk<n>.` + name."""

@@ -34,7 +34,16 @@ from megarl.config.model import ModelShape
 from megarl.config.schema import Moe
 from megarl.layout import Axis
 
-__all__ = ["BalancedRouter", "RouterRows", "RouterTerms", "balance", "mean_square_lse", "scores_of", "use_router"]
+__all__ = [
+    "BalancedRouter",
+    "RouterRows",
+    "RouterTerms",
+    "balance",
+    "forget_last_batch",
+    "mean_square_lse",
+    "scores_of",
+    "use_router",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +182,11 @@ class RouterTerms:
             dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
             bias: Any = router.expert_bias  # [E] fp32
             bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
+
+
+def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
+    """Megatron's dispatchers keep the probabilities they saw last, and with their graph the parameters and all that
+    hangs on these: a cycle that no collector sees, so the model would never go."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        kept: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+        kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})

@@ -5,7 +5,6 @@ python actor_ranks.py RESULTS.json      (starting is what costs, so all of test_
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -79,20 +78,10 @@ class Bench:
         dist.barrier()
         layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
         config = config.model_copy(update={"model": Model(path=str(path))})
-        self._let_go()
+        if self.last is not None:
+            self.last.close()
         self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
         return self.last
-
-    def _let_go(self) -> None:
-        """The last actor holds its process groups, some fifty threads, until it goes. A dispatcher keeps its last
-        probabilities, and with their graph the parameters and all that hangs on these: a cycle no collector sees.
-        """
-        for chunk in self.last.model if self.last is not None else []:
-            for layer in (module for module in chunk.modules() if hasattr(module, "token_dispatcher")):
-                kept: dict[str, Any] = vars(layer.token_dispatcher)
-                kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})
-        self.last = chunk = layer = None
-        gc.collect()
 
 
 def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:
@@ -242,6 +231,7 @@ def check_updates(bench: Bench) -> dict[str, Any]:
     actor = bench.actor("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=2, lr=3e-2))
     scored = score(actor, random_batch(num_rows=8))
     report = [train_once(actor, scored) for _ in range(2)][-1]
+    next_lr = actor.scheduler.lr
     sft = {"loss": "sft", "advantage": "none", "correction": "none"}
     taught = bench.actor("qwen3", config_of({"pipeline": 2}, sft))
     batch = random_batch(num_rows=8)
@@ -255,7 +245,7 @@ def check_updates(bench: Bench) -> dict[str, Any]:
     before = taught.logprobs(batch).old
     return {
         "lrs": [update.lr for update in report.updates],
-        "next_lr": actor.scheduler.lr,
+        "next_lr": next_lr,
         "clip_frac": [update.metrics["clip_frac"] for update in report.updates],
         "sft": [train_once(taught, unit).updates[0].loss for _ in range(4)],
         "sft_expected": float(-before[batch.mask].mean()),

@@ -72,10 +72,11 @@ def config_of(parallel: dict[str, int], **sections: Any) -> Config:
 
 
 class Bench:
-    """Builds actors of the saved models, and keeps the gradients of each update."""
+    """Builds actors of the saved models, one after another, and keeps the gradients of each update."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self.folder, self.world = folder, world
+        self.last: Actor | None = None
 
     def fits(self, parallel: Sizes) -> bool:
         return self.world % Parallel(**parallel).dense == 0
@@ -89,7 +90,10 @@ class Bench:
     def actor(self, model: str, config: Config) -> Actor:
         path = self.path(model)
         layout = Layout.of(config.parallel.sizes, self.world, dist.get_rank())
-        return Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+        if self.last is not None:
+            self.last.close()
+        self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+        return self.last
 
 
 def score(batch: TrainBatch, config: Config, logprobs: Tensor) -> ScoredBatch:

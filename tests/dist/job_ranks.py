@@ -28,6 +28,7 @@ def main(folder: Path, job: str) -> None:
             partial.write_text(json.dumps(now))
             partial.rename(partial.with_suffix(".json"))
         drawn = now
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

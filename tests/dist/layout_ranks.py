@@ -60,6 +60,7 @@ def main(file: Path) -> None:
     if rank == 0:
         file.write_text(json.dumps(said))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

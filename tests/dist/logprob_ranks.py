@@ -44,6 +44,7 @@ def main(file: Path) -> None:
     if dist.get_rank() == 0:
         file.write_text(json.dumps(found))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

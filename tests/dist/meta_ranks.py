@@ -79,6 +79,8 @@ def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
     with torch.device("meta"), OnMeta():
         model = GPTModel(config, block, shape.vocab, shape.max_position, mtp_block_spec=more,
                          share_embeddings_and_output_weights=False, position_embedding_type="rope")  # fmt: skip
+    destroy_parallel()
+    dist.destroy_process_group()
     return {name: list(tensor.shape) for name, tensor in held_tensors([model]).items()}
 
 

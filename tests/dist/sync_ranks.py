@@ -1,6 +1,7 @@
 """One rank of a weight-sync launch: engines, trainers' shards in many layouts, faults. Run by test_sync.py.
 
     python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR...      (under RANK, WORLD_SIZE, ...)
+    python sync_ranks.py FOLDER dies MODEL                  the last rank does, in the middle of a sync
 
 The "trainer" is a plain holder of Megatron-named parameters, filled through the boxes; the oracle is the
 transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
@@ -9,6 +10,7 @@ transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -154,15 +156,22 @@ def holder(boxes: Sequence[Box], weights: Mapping[str, Tensor]) -> dict[str, Ten
     return found
 
 
-class FlipsOneByte(Collective):
-    """A link that changes one bit of one byte of what the last rank receives."""
+class Faulty(Collective):
+    """A link that changes one bit of one byte of what the last rank receives; or the last rank dies in a round."""
+
+    flips = True
+    dies_in: int | None = None
 
     def start(self, outgoing, incoming):
+        if self.rank == self.world - 1 and self.dies_in is not None:
+            self.dies_in -= 1
+            if self.dies_in < 0:
+                os._exit(9)
         wait = super().start(outgoing, incoming)
 
         def flip() -> None:
             wait()
-            if self.rank == self.world - 1 and incoming:
+            if self.flips and self.rank == self.world - 1 and incoming:
                 next(iter(incoming.values())).view(torch.uint8)[-3] ^= 4
 
         return flip
@@ -192,6 +201,7 @@ class Launch:
         transport: Collective | None = None,
         drop: str | None = None,
         moved: str | None = None,  # the table puts it elsewhere
+        is_staged: bool = True,
     ) -> Publisher:
         padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
         sources = []
@@ -214,6 +224,7 @@ class Launch:
             bucket_bytes=64 << 10,
             probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, bound, bound, always=True),
             table=[replace(box, offset=box.offset + (box.name == moved)) for box in table],
+            is_staged=is_staged,
         )
 
     def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
@@ -264,16 +275,40 @@ def syncs(launch: Launch) -> dict:
     return seen
 
 
+def torn(launch: Launch, parallel: Parallel) -> dict:
+    """Bytes that change on their way: the engine goes on with its old weights; without staging it has none left."""
+    held, seen = launch.engine.version, {}
+    assert held is not None
+    before = launch.sample(held)
+    launch.reference.change(97)
+    link = Faulty()
+    publisher = launch.connect(parallel, link)
+    if not publisher.plan.bytes_received:
+        return seen
+    seen["flipped"] = refused(lambda: publisher.publish(version=49))
+    seen["kept"] = [
+        a.tokens.equal(b.tokens) and a.rollout_logprobs.equal(b.rollout_logprobs)
+        for a, b in zip(before, launch.sample(held), strict=True)
+    ]
+    seen["new version"] = refused(lambda: launch.sample(49))
+    link.flips = False
+    publisher.publish(version=49)
+    seen["healed"] = launch.reference.error(launch.sample(49), 0.7)
+    launch.reference.change(96)
+    streamed = launch.connect(parallel, link, is_staged=False)
+    streamed.publish(version=50)
+    seen["streamed"] = launch.reference.error(launch.sample(50), 0.7)
+    link.flips = True
+    seen["flipped, streamed"] = refused(lambda: streamed.publish(version=51))
+    seen["after flip, streamed"] = refused(lambda: launch.sample(50))
+    return seen
+
+
 def faults(launch: Launch) -> dict:
-    """A flipped byte, a missing tensor, a missing parameter, a trainer that scores otherwise; then all is well."""
+    """Changed bytes, a missing tensor, a missing parameter, a trainer that scores otherwise; then all is well."""
     seen: dict = {}
-    good = launch.connect(TP2 if launch.world > 1 else Parallel())
     if launch.world > 1:
-        parallel = PP2 if launch.tensor < launch.world else Parallel()
-        flipped = launch.connect(parallel, FlipsOneByte())
-        if flipped.plan.bytes_received:
-            seen["flipped"] = refused(lambda: flipped.publish(version=50))
-            seen["after flip"] = refused(lambda: launch.sample(50))
+        seen |= torn(launch, PP2 if launch.tensor < launch.world else Parallel())
     seen["missing tensor"] = refused(
         lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight")
     )
@@ -293,8 +328,26 @@ def faults(launch: Launch) -> dict:
     return seen
 
 
+def dies(folder: Path, name: str) -> None:
+    """The last rank dies in the middle of a sync; the other's engine is asked again."""
+    launch = Launch(folder, name, 1)
+    link = Faulty(timeout_s=20)
+    link.flips = False
+    publisher = launch.connect(PP2, link)
+    publisher.publish(version=1)
+    before = [sample.rollout_logprobs.tolist() for sample in launch.sample(1)]
+    launch.change(5)
+    link.dies_in = 3
+    seen = {"said": refused(lambda: publisher.publish(version=2))}
+    seen["same"] = before == [sample.rollout_logprobs.tolist() for sample in launch.sample(1)]
+    (folder / f"rank_{launch.rank}.json").write_text(json.dumps(seen))
+    os._exit(0)  # the world is broken: nothing to close
+
+
 def main(folder: Path, cases: Sequence[str]) -> None:
     dist.init_process_group("gloo")
+    if cases[0] == "dies":
+        dies(folder, cases[1])
     seen: dict = {}
     for case in cases:
         name, _, tensor = case.partition(":")
@@ -304,6 +357,8 @@ def main(folder: Path, cases: Sequence[str]) -> None:
             seen["faults"] = faults(launch)
         launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

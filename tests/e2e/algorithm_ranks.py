@@ -91,6 +91,8 @@ def main(folder: Path, which: str) -> None:
         parts = colocated.Parts.of(config, env, device)
         engine = engine or parts.engine()
         colocated.run_rl(parts, engine)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

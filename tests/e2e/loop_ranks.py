@@ -66,6 +66,7 @@ def main(folder: Path) -> None:
     if env.is_main:
         (folder / "replicas.json").write_text(json.dumps(differ))
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def replicas_that_differ(actor) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,16 @@ def test_recomputed_activations_are_not_kept(tmp_path: Path) -> None:
         for how in ("none", "selective", "full")
     }
     assert held["full"] < held["selective"] < held["none"], held
+
+
+def test_a_closed_actor_is_gone(tmp_path: Path) -> None:
+    """With its groups: several layouts built in one process, one after another, must not add up."""
+    actor = build(tmp_path, MOE)
+    learn(actor, steps=1)
+    model, groups = weakref.ref(actor.model[0]), len(dist.distributed_c10d._world.pg_map)
+    actor.close()
+    assert model() is None
+    assert len(dist.distributed_c10d._world.pg_map) == 1 < groups
 
 
 def saved_bytes(actor: Actor) -> int:
