@@ -1,7 +1,8 @@
 """Sums from each span of a row to the row's end, discounted by the spans between.
 
-Rows are laid out, last span first, in rectangles [N, L] of a few rows that fit a cache, so that a sum from the end is
-a running sum along a rectangle's row, and rows never mix. Rows of very different lengths waste at most half of it.
+A sum from the end is a running sum over the spans, last one first, taken over a few rows that fit a cache. Without
+discount one sum runs through them all, and each row takes off what the rows before it came to. With discount, or where
+such a difference of large numbers would lose small ones, rows are laid out in a rectangle [N, L] and never mix.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 __all__ = ["sums_to_end", "td_lambda"]
 
-CELLS = 1 << 18  # of a rectangle: 1 MiB in fp32
+CELLS = 1 << 17  # of a rectangle: 1 MiB in fp64
+LARGE = 1e6  # up to here a running sum in fp64 is good to 1e-10
 
 
 def sums_to_end(x_K: Tensor, bounds: np.ndarray, *, decay: float = 1.0) -> Tensor:
@@ -27,15 +29,33 @@ def sums_to_end(x_K: Tensor, bounds: np.ndarray, *, decay: float = 1.0) -> Tenso
     backwards, sums_backwards = x_K.numpy()[::-1], sums[::-1]
     start = 0
     for rows, width in _rectangles(lengths):
-        is_cell = np.arange(width, dtype=np.int32) < lengths[rows, None].astype(np.int32)
         end = start + int(lengths[rows].sum())
-        x_NL = np.zeros(is_cell.shape, dtype=sums.dtype)
-        x_NL[is_cell] = backwards[start:end]
-        y_NL = torch.from_numpy(x_NL)
-        y_NL = y_NL.cumsum(1) if decay == 1.0 else _decayed(y_NL, decay)
-        sums_backwards[start:end] = y_NL.numpy()[is_cell]
+        x = backwards[start:end]
+        y = _through(x, lengths[rows]) if decay == 1.0 else None
+        sums_backwards[start:end] = _apart(x, lengths[rows], width, decay) if y is None else y
         start = end
     return torch.from_numpy(sums)
+
+
+def _through(x: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
+    """[spans] fp64: one running sum through all rows; None where it gets too large to be taken off again."""
+    y = torch.from_numpy(x.astype(np.float64)).cumsum_(0).numpy()
+    if not (y.size and max(-y.min(), y.max()) <= LARGE):  # nor where it is not a number
+        return None
+    firsts = lengths.cumsum() - lengths
+    before = np.where(firsts > 0, y[firsts - 1], 0)
+    y -= np.repeat(before, lengths)
+    return y
+
+
+def _apart(x: np.ndarray, lengths: np.ndarray, width: int, decay: float) -> np.ndarray:
+    """[spans]: each row by itself."""
+    is_cell = np.arange(width, dtype=np.int32) < lengths[:, None].astype(np.int32)
+    x_NL = np.zeros(is_cell.shape, dtype=x.dtype)
+    x_NL[is_cell] = x
+    y_NL = torch.from_numpy(x_NL)
+    y_NL = y_NL.cumsum(1) if decay == 1.0 else _decayed(y_NL, decay)
+    return y_NL.numpy()[is_cell]
 
 
 def td_lambda(rewards_K: Tensor, values_K: Tensor, bounds: np.ndarray, *, gamma: float, lam: float) -> Tensor:

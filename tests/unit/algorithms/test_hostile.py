@@ -67,6 +67,13 @@ def test_any_reward_has_an_advantage(name: str) -> None:
             assert ours_T.isfinite().all() and not ours_T[~at[1]].any(), (outcomes, mask, options)
 
 
+def test_a_huge_reward_leaves_the_small_ones_of_other_rows() -> None:
+    rewards_T = torch.tensor([1e-3, 2e-3, 1e20, -3.0, 0.5, 0.25])
+    mask_T, cu = torch.ones(6, dtype=torch.bool), torch.tensor([0, 2, 4, 6])
+    ours_T = ADVANTAGES["reinforce"](rewards_T, mask_T, cu, torch.arange(3))
+    torch.testing.assert_close(ours_T, torch.tensor([3e-3, 2e-3, 1e20, -3.0, 0.75, 0.25]))
+
+
 @pytest.mark.parametrize("outcomes", ["1e30", "inf", "nan"])
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_any_advantage_goes_through_any_loss_and_aggregation(name: str, outcomes: str) -> None:
