@@ -26,7 +26,7 @@ from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.weights.digest import placed
+from megarl.weights.digest import differs, placed
 from megarl.weights.mapping import Box
 from megarl.weights.models import hf_shapes, megatron_boxes
 from megarl.weights.plan import Message
@@ -85,15 +85,16 @@ class Memory:
         self.begun.append(places)
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        back, at = torch.empty_like(flat), 0
+        wrong, at = torch.zeros((), dtype=torch.int64), 0
         for piece in message.pieces:
             into = piece.destination
             here = self.memory[into.param].as_strided(piece.shape, into.strides, into.offset)
-            here.copy_(flat[at : at + piece.numel].view(piece.shape))
-            back[at : at + piece.numel].view(piece.shape).copy_(here)
+            part = flat[at : at + piece.numel].view(piece.shape)
+            here.copy_(part)
+            wrong += differs(here, part)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
             at += piece.numel
-        return back
+        return wrong
 
     def seal(self) -> Mapping[str, int]:
         return self._loaded

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.types import CheckFailed
-from megarl.weights.digest import placed
+from megarl.weights.digest import differs, placed
 from megarl.weights.mapping import Box
 from megarl.weights.plan import Boxes, Message
 from megarl.weights.publish import Publisher
@@ -75,6 +75,7 @@ def export_hf(
             transport=transport,
             dtype=dtype,
             fp32=fp32,
+            is_staged=False,  # a file that is not whole is never given its name
         ).publish(version=0)
         if mine:
             save_file(receiver.tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
@@ -130,15 +131,16 @@ class _File:
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        back, at = torch.empty_like(flat), 0
+        wrong, at = torch.zeros((), dtype=torch.int64), 0
         for piece in message.pieces:
             view = piece.destination
             here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
-            here.copy_(flat[at : at + piece.numel].view(piece.shape))
-            back[at : at + piece.numel].view(piece.shape).copy_(here)
+            part = flat[at : at + piece.numel].view(piece.shape)
+            here.copy_(part)
+            wrong += differs(here, part)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
             at += piece.numel
-        return back
+        return wrong
 
     def seal(self) -> Mapping[str, int]:
         for name, tensor in self._words.items():

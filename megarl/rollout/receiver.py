@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.rollout.record import Fill, Recording
 from megarl.types import CheckFailed
-from megarl.weights.digest import placed
+from megarl.weights.digest import differs, placed
 from megarl.weights.mapping import Box
 from megarl.weights.plan import Message, View
 from megarl.weights.words import boxes_in_words
@@ -81,25 +81,24 @@ class LayerReceiver:
 
     @torch.no_grad()
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """`flat` [numel] goes where the message's pieces say; the same elements, read back."""
+        """`flat` [numel] goes where the message's pieces say; how many of them read back otherwise."""
         assert self.state == "writing", f"write in state {self.state}"
-        back, at = torch.empty_like(flat), 0
+        wrong, at = torch.zeros((), dtype=torch.int64, device=flat.device), 0
         for piece in message.pieces:
             module, _ = _split(piece.destination.param)
             layer = self._modules[module]
             if not self._is_open(layer):
                 self._open(module)
             view = self._view(layer, piece.name, piece.shape, piece.destination)
-            view.copy_(flat[at : at + piece.numel].view(piece.shape))
-            back[at : at + piece.numel].view(piece.shape).copy_(
-                view
-            )  # before the layer closes: packed bytes compare with nothing
+            part = flat[at : at + piece.numel].view(piece.shape)
+            view.copy_(part)
+            wrong += differs(view, part)  # before the layer closes: packed bytes compare with nothing
             at += piece.numel
             self._loaded[piece.name] += piece.numel
             self._left[module] -= piece.numel
             if not self._left[module]:
                 self._close(module)
-        return back
+        return wrong
 
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:

@@ -1,10 +1,12 @@
 """Checksums that moved bytes cannot fool: position-weighted, exact, order-free, the same on CPU and GPU.
 
-digest(flat)         of a bucket: multilinear hashing (Lemire & Kaser, 2014) of 32-bit words, sum of word_i x weight_i
-                     mod 2^64 with fixed random 64-bit weights, per block of 16K words, then over the blocks' halves
+digest(flat)         of a bucket: its 64-bit words as rows of 1024; the sums of the rows and those of the columns mod
+                     2^64, each half of them times a fixed random 64-bit weight. Words that change, move or swap show,
+                     unless four or more of them make up for each other in rows and columns alike
 placed(part, start)  of a part of a tensor: each word weighs what its place in the whole tensor says, so the parts'
                      sums add up to the whole's, however it is cut: "the right slice in the right place", without
                      a full tensor anywhere
+differs(one, other)  where both are at hand: bit by bit
 
 Plain integer sums and xor miss swapped slices, which is the very fault a resharding can have. No claim against an
 adversary.
@@ -19,24 +21,42 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["digest", "placed"]
+__all__ = ["differs", "digest", "placed"]
 
-BLOCK = 1 << 14  # words
+ROW = 1 << 10  # 64-bit words
+ROWS = 1 << 5  # summed both ways while they are in a CPU core's cache: 256 KiB
+BLOCK = 1 << 14  # 32-bit words
 STRIP = {"cpu": 4, "cuda": 512}  # blocks whose widened words exist at once: 512 KiB stay in a core's cache
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(flat: Tensor) -> Tensor:
     """int64 scalar on `flat`'s device. The bytes of `flat` [n], of any dtype, must be contiguous."""
     data = flat.contiguous().view(torch.uint8)
-    whole = data.numel() - data.numel() % (4 * BLOCK)
-    tail = pad(data[whole:], (0, -data.numel() % (4 * BLOCK)))  # zero words add nothing; the length is added at the end
-    inner = _weights(BLOCK, 0, flat.device)
-    parts = (*data[:whole].split(4 * BLOCK * STRIP[flat.device.type]), tail)
-    strips = [part.view(torch.int32).view(-1, BLOCK) for part in parts]
-    sums = torch.cat([_dot(strip, inner) for strip in strips])
-    halves = sums.view(torch.int32).to(torch.int64)  # [2 x blocks]
-    outer = _weights(1 << max(1, halves.numel() - 1).bit_length(), 1, flat.device)[: halves.numel()]
-    return (halves * outer).sum() + data.numel()
+    whole = data.numel() - data.numel() % (8 * ROW)
+    tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))  # zero words add nothing; the length is added at the end
+    rows, columns = [], torch.zeros(ROW, dtype=torch.int64, device=flat.device)
+    for part in (data[:whole], tail):
+        words = part.view(torch.int64).view(-1, ROW)
+        for strip in words.split(ROWS) if flat.device.type == "cpu" else (words,):
+            rows.append(strip.sum(1))
+            columns += strip.sum(0)
+    sums = torch.cat(rows)
+    return _halves(sums, 0) + _halves(columns, 1) + data.numel()
+
+
+def _halves(sums: Tensor, table: int) -> Tensor:
+    """`sums` [n] int64, each half of one weighed on its own: a flipped top bit of two would vanish mod 2^64."""
+    halves = sums.view(torch.int32).to(torch.int64)
+    return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
+
+
+def differs(one: Tensor, other: Tensor) -> Tensor:
+    """int64 scalar, 1 when two tensors of one shape and dtype differ in a bit; a GPU is not waited for."""
+    one, other = (x.view(INTEGERS[x.element_size()]) for x in (one, other))  # NaN equals NaN, -0 is not 0
+    if one.device.type == "cpu":
+        return torch.tensor(int(not torch.equal(one, other)))
+    return (one != other).any().to(torch.int64)
 
 
 def placed(part: Tensor, start: Sequence[int]) -> Tensor:
@@ -72,6 +92,7 @@ def _dot(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
+    """[count] of a table, from `start`."""
     return _weights(1 << max(8, (start + count - 1).bit_length()), table, device)[start : start + count]
 
 

@@ -80,8 +80,8 @@ class Places:
             shown = "; ".join(f"{self.names[tensor]} in the engine on {self._ranks(r)}" for r, tensor in wrong[:4])
             rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise CheckFailed(
-                f"slices of weights lie in the wrong place, though every bucket arrived as sent: {shown}{rest}. "
-                "The engine refuses prompts; the tables of this model's family, or the plan, are wrong"
+                f"slices of weights lie in the wrong place, though every bucket arrived as sent: {shown}{rest}; "
+                "the tables of this model's family, or the plan, are wrong"
             )
 
     def _ranks(self, replica: int) -> str:

@@ -1,40 +1,46 @@
 """The actor's weights into the engine, shard to shard, verified every time.
 
     connect:  receivers' boxes gathered, names checked against the checkpoint's, one plan, its fingerprint compared
-    publish:  roll call -> begin -> per round: pack, send, write, read back -> checksums compared -> seal -> places
-              -> probe -> finish(version)
+    publish:  roll call -> all rounds (rounds.py) into staging memory -> checksums compared
+              | begin -> every bucket written, and read back -> seal -> places -> probe -> finish(version)
 
-A checksum is taken of every bucket as packed and of the memory it was written to; both go into one table that is
-summed over all ranks, so every rank sees every fault and all refuse together. On the first sync (always, where the
-probe is) a second one proves that each slice lies in its place, plan or no plan (places.py). What fails before `begin`
-(a rank that does not come, a parameter that is not there) leaves the engine as it was, serving its old version.
-Whatever fails after leaves it without a version: it refuses prompts until a sync succeeds.
+A checksum is taken of every bucket that travels, as packed and as it arrived; both go into one table that is summed
+over all ranks, so every rank sees every fault and all refuse together. On the first sync (always, where the probe is)
+a second one proves that each slice lies in its place, plan or no plan (places.py).
+
+What fails before `begin` (a rank that does not come, is lost or sends other bytes; a parameter that is not there)
+leaves the engine as it was, serving its old version. That costs memory for what a rank receives, on the device if it
+has the room, else on the host. `is_staged=False` saves it: buckets are written as they arrive, so that a fault among
+the rounds, too, leaves the engine without a version, as whatever fails after `begin` does. It then refuses prompts
+until a sync succeeds.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.digest import digest
 from megarl.weights.mapping import Box, by_pairs
 from megarl.weights.models.engine import disagreement
 from megarl.weights.places import Places
-from megarl.weights.plan import Boxes, Message, Plan, find_gaps, make_plan
+from megarl.weights.plan import Boxes, Message, Piece, Plan, find_gaps, make_plan
+from megarl.weights.rounds import Rounds, Sums
 from megarl.weights.transports import Transport
 from megarl.weights.words import boxes_in_words, shapes_in_words
 
 __all__ = ["BUCKET_BYTES", "Probe", "Publisher", "Receiver"]
 
 BUCKET_BYTES = 256 << 20
+SPARE_BYTES = 2 << 30  # of the device, left free by what is staged: the layers that are open meanwhile
+KEEPS = "The engine keeps the version it had"
+REFUSES = "The engine refuses prompts until a sync succeeds"
 
 
 class Receiver(Protocol):
@@ -50,7 +56,7 @@ class Receiver(Protocol):
         ...
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """Write a bucket [numel]; the same elements as read back from where they were written."""
+        """Write a bucket [numel]; how many of its pieces read back otherwise, int64 scalar."""
         ...
 
     def seal(self) -> Mapping[str, int]:
@@ -80,12 +86,6 @@ class Probe:
     always: bool = False  # False: only the first sync of a run
 
 
-@dataclass(frozen=True)
-class _Packed:
-    outgoing: dict[int, Tensor]  # by destination
-    staying: list[tuple[int, Tensor]]  # (message, its elements)
-
-
 class Publisher:
     """roles.Weights. Build it with `connect`, on every rank."""
 
@@ -100,9 +100,10 @@ class Publisher:
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),
         places: Places | None = None,
+        is_staged: bool = True,
     ) -> None:
-        self.plan = plan
         self._places = places
+        self._is_staged = is_staged
         self._receiver = receiver
         self._transport = transport
         self._parameters = parameters
@@ -111,10 +112,9 @@ class Publisher:
         self._probe = probe
         self._proven = False
         self._needed = _extents(plan, transport.rank)
-        mine = (message for message in plan.messages if message.source == transport.rank)
-        self._fp32_parameters = {p.source.param for message in mine for p in message.pieces if p.name in fp32}
+        self._fp32_parameters = {p.source.param for p in _read(plan, transport.rank) if p.name in fp32}
         self._device = next(iter(parameters().values())).device
-        self._first = [0, *accumulate(len(round_) for round_ in plan.rounds)]  # [rounds + 1] message each begins with
+        self.rounds = Rounds(plan, transport, dtype, self._device)
 
     @classmethod
     def connect(
@@ -131,6 +131,8 @@ class Publisher:
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),  # HF tensors that stay fp32 on both sides; the receiver knows them too
         table: Sequence[Box] | None = None,  # what the family's table says that this rank of the engine keeps
+        node_ranks: int | None = None,  # ranks of a node; None: all are on one
+        is_staged: bool = True,
     ) -> Publisher:
         """Raises CheckFailed, on all ranks, when a tensor is missing on either side, when the engine keeps one
         elsewhere than its table says, or when ranks plan differently."""
@@ -149,7 +151,9 @@ class Publisher:
             who = f"the engine on ranks {ranks.start}..{ranks.stop - 1} takes no complete"
             _refuse_gaps(who, find_gaps(expected, [_distinct(destinations[r] for r in ranks)]))
         try:
-            plan = make_plan(sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+            plan = make_plan(
+                sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, node_ranks=node_ranks
+            )
         except ValueError as error:
             raise CheckFailed(f"no plan moves the weights: {error}") from None
         prints = transport.gather(plan.fingerprint)
@@ -157,23 +161,29 @@ class Publisher:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
         places = Places.of(list(expected), sources, destinations, replica_ranks, dtype, frozenset(paired))
-        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places)
+        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places, is_staged)
+
+    @property
+    def plan(self) -> Plan:
+        return self.rounds.plan
 
     def publish(self, *, version: int) -> PublishReport:
-        """Raises CheckFailed, on all ranks, when anything is missing or changed; the engine then refuses prompts."""
+        """Raises CheckFailed, on all ranks, when anything is missing or changed, with what the engine is left with."""
         began = time.perf_counter()
-        self._transport.roll_call(f"the sync of weights, version {version}")
-        parameters = self._parameters()
-        self._agree(self._lacking(parameters), "the engine keeps the version it had")
+        with _leaving(KEEPS):
+            self._transport.roll_call(f"the sync of weights, version {version}")
+            parameters = self._parameters()
+            self._agree(self._lacking(parameters))
+            staged = self._stage(parameters) if self._is_staged else None
         places = self._places if not self._proven or (self._probe is not None and self._probe.always) else None
         self._receiver.begin(places=places is not None)
         try:
-            sent, received, fault = self._move(parameters)
-            self._compare(sent, received, fault)
-            self._agree(self._seal())
-            if places is not None:
-                places.compare(self._transport, parameters, self._receiver.places())
-            self._prove()
+            with _leaving(REFUSES):
+                self._agree(self._stream(parameters) if staged is None else self._commit(parameters, staged))
+                self._agree(self._seal())
+                if places is not None:
+                    places.compare(self._transport, parameters, self._receiver.places())
+                self._prove()
         except BaseException:
             self._receiver.abort()
             raise
@@ -199,68 +209,40 @@ class Publisher:
                 return f"parameter {name} has {seen}; the plan reads {numel} contiguous words of {expected}"
         return None
 
-    def _move(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, str | None]:
-        """Run all rounds. A write that fails is remembered and the rounds go on, for the peers' sake."""
-        fault = None
-        sent = torch.zeros(len(self.plan.messages), dtype=torch.int64, device=self._device)  # [messages]
-        received = torch.zeros_like(sent)
-        packed = self._pack_round(0, parameters, sent)
-        for number in range(len(self.plan.rounds)):
-            current, incoming = packed, self._incoming(number)
-            wait = self._transport.start(current.outgoing, {peer: flat for peer, (_, flat) in incoming.items()})
-            packed = self._pack_round(number + 1, parameters, sent)  # while this round is in flight
-            arrived = [*current.staying, *incoming.values()]
-            for position, (index, flat) in enumerate(arrived):
-                if position == len(current.staying):
-                    wait()
-                if fault is None:
-                    try:
-                        received[index] = digest(self._receiver.write(self.plan.messages[index], flat))
-                    except Exception as error:  # noqa: BLE001 (told to all ranks below; peers still wait for our rounds)
-                        fault = f"{self._bucket(index)}: {type(error).__name__}: {error}"
-            wait()
-        return sent, received, fault
+    def _stage(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Every bucket that comes from another rank, by its number, all as they were sent."""
+        where, staged = self._staging_device(), {}
+        self._compare(self.rounds.run(parameters, lambda i, flat: staged.update({i: flat.to(where)}), staying=False))
+        return staged
 
-    def _pack_round(self, number: int, parameters: Mapping[str, Tensor], sent: Tensor) -> _Packed:
-        """What this rank sends in a round, and what stays here; nothing behind the last round."""
-        packed = _Packed({}, [])
-        for index in self._of_round(number):
-            message = self.plan.messages[index]
-            if message.source == self._transport.rank:
-                flat = _pack(message, parameters, self._dtype, self._device)
-                sent[index] = digest(flat)
-                if message.destination == self._transport.rank:
-                    packed.staying.append((index, flat))
-                else:
-                    packed.outgoing[message.destination] = flat
-        return packed
+    def _staging_device(self) -> torch.device:
+        if self._device.type != "cuda":
+            return self._device
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return self._device if free > self.rounds.bytes_arriving + SPARE_BYTES else torch.device("cpu")
 
-    def _incoming(self, number: int) -> dict[int, tuple[int, Tensor]]:
-        """Source rank -> (message, room for it)."""
-        rank, found = self._transport.rank, {}
-        for index in self._of_round(number):
-            message = self.plan.messages[index]
-            if message.destination == rank != message.source:
-                found[message.source] = index, torch.empty(message.numel, dtype=self._dtype, device=self._device)
-        return found
+    def _commit(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor]) -> str | None:
+        """All buckets into the engine, and staging memory given back on the way; what went wrong."""
+        writes = _Writes(self._receiver, self.rounds)
+        for index in self.rounds.kept():
+            flat = staged.pop(index).to(self._device) if index in staged else self.rounds.pack(index, parameters)
+            writes.take(index, flat)
+        return writes.fault()
 
-    def _of_round(self, number: int) -> range:
-        """The messages of a round, counted over all of them."""
-        return range(*self._first[number : number + 2]) if number < len(self.plan.rounds) else range(0)
+    def _stream(self, parameters: Mapping[str, Tensor]) -> str | None:
+        """All rounds, every bucket into the engine as it arrives; what went wrong."""
+        writes = _Writes(self._receiver, self.rounds)
+        self._compare(self.rounds.run(parameters, writes.take, staying=True))
+        return writes.fault()
 
-    def _bucket(self, index: int) -> str:
-        number = bisect_right(self._first, index)
-        return f"bucket {index + 1} of {len(self.plan.messages)} (round {number}), {self.plan.messages[index]}"
-
-    def _compare(self, sent: Tensor, received: Tensor, fault: str | None) -> None:
-        self._agree(fault)
-        sent, received = self._transport.sum(torch.stack([sent, received]))
+    def _compare(self, sums: Sums) -> None:
+        sent, received = self._transport.sum(torch.stack([sums.sent, sums.received]))
         changed = (sent != received).nonzero().flatten().tolist()
         if changed:
-            shown = "; ".join(self._bucket(index) for index in changed[:4])
+            shown = "; ".join(self.rounds.bucket(index) for index in changed[:4])
             raise CheckFailed(
-                f"{len(changed)} of {len(self.plan.messages)} weight buckets were not received as sent: {shown}. "
-                "The engine refuses prompts; if it happens again, suspect the link or the memory of these ranks"
+                f"{len(changed)} of {len(self.plan.messages)} weight buckets were not received as sent: {shown}; "
+                "if it happens again, suspect the link or the memory of these ranks"
             )
 
     def _seal(self) -> str | None:
@@ -291,13 +273,47 @@ class Publisher:
                 "every name and byte arrived: the engine re-packs or computes something else than the trainer"
             )
 
-    def _agree(self, problem: str | None, leaves: str = "the engine refuses prompts") -> None:
+    def _agree(self, problem: str | None) -> None:
         """Raise CheckFailed on every rank as soon as one has a problem."""
         flag = torch.tensor(int(problem is not None), device=self._device)
         if not int(self._transport.sum(flag)):
             return
         found = [f"rank {rank}: {text}" for rank, text in enumerate(self._transport.gather(problem)) if text]
-        raise CheckFailed(f"weights were not published, {leaves}: {'; '.join(found[:4])}")
+        raise CheckFailed(f"weights were not published: {'; '.join(found[:4])}")
+
+
+class _Writes:
+    """Buckets into the engine. A write that fails is remembered, for the peers' sake: they wait for later rounds."""
+
+    def __init__(self, receiver: Receiver, rounds: Rounds) -> None:
+        self._receiver, self._rounds = receiver, rounds
+        self._wrong: list[tuple[int, Tensor]] = []  # (message, its pieces that read back otherwise)
+        self._error: str | None = None
+
+    def take(self, index: int, flat: Tensor) -> None:
+        if self._error is None:
+            try:
+                wrong = self._receiver.write(self._rounds.plan.messages[index], flat)
+                self._wrong.append((index, wrong))
+            except Exception as error:  # noqa: BLE001 (told to all ranks later)
+                self._error = f"{self._rounds.bucket(index)}: {type(error).__name__}: {error}"
+
+    def fault(self) -> str | None:
+        if self._error is None and self._wrong:
+            numbers = torch.stack([wrong for _, wrong in self._wrong]).tolist()  # one wait for the device
+            found = [index for (index, _), wrong in zip(self._wrong, numbers, strict=True) if wrong]
+            if found:
+                return f"{len(found)} buckets read back otherwise than written: {self._rounds.bucket(found[0])}"
+        return self._error
+
+
+@contextmanager
+def _leaving(state: str) -> Iterator[None]:
+    """Whatever fails within also says what it leaves behind."""
+    try:
+        yield
+    except CheckFailed as error:
+        raise CheckFailed(f"{error}. {state}") from error
 
 
 def _refuse_gaps(who: str, gaps: Sequence[str]) -> None:
@@ -312,25 +328,16 @@ def _distinct(boxes_of_ranks: object) -> list[Box]:
     return list(seen.values())
 
 
+def _read(plan: Plan, rank: int) -> Iterator[Piece]:
+    """The pieces that a rank reads from its parameters."""
+    return (piece for m in plan.messages if m.source == rank for piece in m.pieces if not piece.is_forward)
+
+
 def _extents(plan: Plan, rank: int) -> dict[str, int]:
     """Elements of each local parameter that the plan reads up to."""
     needed: dict[str, int] = {}
-    for message in plan.messages:
-        if message.source == rank:
-            for piece in message.pieces:
-                view = piece.source
-                last = sum((n - 1) * stride for n, stride in zip(piece.shape, view.strides, strict=True))
-                needed[view.param] = max(needed.get(view.param, 0), view.offset + last + 1)
+    for piece in _read(plan, rank):
+        view = piece.source
+        last = sum((n - 1) * stride for n, stride in zip(piece.shape, view.strides, strict=True))
+        needed[view.param] = max(needed.get(view.param, 0), view.offset + last + 1)
     return needed
-
-
-def _pack(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel]: the pieces end to end, each in row-major order of its HF tensor."""
-    flat, at = torch.empty(message.numel, dtype=dtype, device=device), 0
-    for piece in message.pieces:
-        tensor, view = parameters[piece.source.param].detach().view(dtype), piece.source  # fp32 as words of dtype
-        # as_strided takes absolute offsets: parameters may be views into one big buffer
-        part = tensor.as_strided(piece.shape, view.strides, tensor.storage_offset() + view.offset)
-        flat[at : at + piece.numel].view(piece.shape).copy_(part)
-        at += piece.numel
-    return flat

@@ -55,8 +55,8 @@ class Collective:
                     works.clear()
                     seconds = self._timeout.total_seconds()
                     raise CheckFailed(
-                        f"{text} (waited at most {seconds:g} s): {error}. The engine refuses prompts; look at that "
-                        "rank's log, and raise launch.timeout_s if it is only slow"
+                        f"{text} (waited at most {seconds:g} s): {error}; look at that rank's log, and "
+                        "raise launch.timeout_s if it is only slow"
                     ) from error
 
         return wait
