@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
+    except BrokenPipeError:  # whoever reads our output has seen enough: `megarl plan ... | head`
+        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue] (nothing is flushed into it at exit)
+        return DONE
     except (ValueError, FileNotFoundError) as error:
         if classify(error) != USER:
             raise
