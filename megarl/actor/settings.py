@@ -44,6 +44,7 @@ def transformer_config(
         activation_func=quick_gelu if shape.swiglu_limit else torch.nn.functional.silu,
         add_bias_linear=shape.out_bias,
         add_qkv_bias=shape.qkv_bias,
+        softmax_scale=_softmax_scale(shape),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp.size,
@@ -135,6 +136,12 @@ def _latent_settings(shape: ModelShape, latent: Latent) -> dict[str, Any]:
     }
 
 
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Yarn's factor on cosine and sine, of query and key, where Megatron does not know it; None: Megatron's own."""
+    factor = 1.0 if shape.latent else yarn_factor(shape)
+    return None if factor == 1 else factor**2 / math.sqrt(shape.head_dim)
+
+
 def _gpt_oss_settings(shape: ModelShape) -> dict[str, Any]:
     return {
         "glu_linear_offset": 1.0,
@@ -142,8 +149,6 @@ def _gpt_oss_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_type": "learnable",
         "window_size": (shape.sliding_window - 1, 0),
         "window_attn_skip_freq": 2,
-        # yarn's factor on cosine and sine of both query and key
-        "softmax_scale": yarn_factor(shape) ** 2 / math.sqrt(shape.head_dim),
     }
 
 

@@ -34,9 +34,10 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 SIGMOID = ("deepseek_v3", "glm4_moe")  # routers; these families begin with a layer without experts
-MOE = ("qwen3_moe", "mixtral", *SIGMOID)
+MOE = ("qwen3_moe", "mixtral", "gpt_oss", *SIGMOID)
 
 
 def characters(create: Create) -> tuple[str, ...]:
@@ -82,6 +83,12 @@ def _experts(create: Create) -> dict[str, Any]:
     chosen = {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
     if create.family == "mixtral":
         return chosen | {"num_local_experts": create.experts, "intermediate_size": width, "sliding_window": None}
+    if create.family == "gpt_oss":
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        rope |= {"original_max_position_embeddings": -(-create.max_position // 4), "truncate": False}
+        own = {"attention_bias": True, "sliding_window": 16, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5}
+        width = {"num_local_experts": create.experts, "intermediate_size": width}
+        return chosen | own | width | {"rope_parameters": rope}
     chosen["moe_intermediate_size"] = width
     if create.family not in SIGMOID:
         return chosen | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,26 @@ __all__ = ["FAMILIES", "ModelShape", "read_model"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
 LATENT = ("deepseek_v3", "kimi_k2")  # attention through a latent: Kimi-K2 is DeepSeek-V3's architecture
 SIGMOID = (*LATENT, "glm4_moe")  # routers: DeepSeek-V3's, with a bias that only chooses
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of its rope
+STRETCHED = ("factor", "original_max_position_embeddings")  # of both rules that stretch rope
+LLAMA3 = (*STRETCHED, "low_freq_factor", "high_freq_factor")
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # and what is left out means
+THETA = {"gpt_oss": 150000.0, "mixtral": 1e6}  # where config.json gives none; 10000 of the others
+# What transformers or vLLM would obey and the tables do not: key -> (the one value allowed, of which families)
+FIXED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "hidden_act": ("silu", FAMILIES),
+    "mlp_bias": (False, FAMILIES),
+    "attention_bias": (False, ("llama", "qwen3", "qwen3_moe", "mixtral", *LATENT)),
+    "use_sliding_window": (False, ("qwen2", "qwen3", "qwen3_moe")),
+    "decoder_sparse_step": (1, ("qwen3_moe",)),
+    "mlp_only_layers": ([], ("qwen3_moe",)),
+    "moe_layer_freq": (1, SIGMOID),
+    "scoring_func": ("sigmoid", SIGMOID),
+    "topk_method": ("noaux_tc", SIGMOID),
+    "rope_interleave": (True, LATENT),
+    "rms_norm_eps": (1e-5, ("gpt_oss",)),  # this and the next are written into vLLM
+    "swiglu_limit": (7.0, ("gpt_oss",)),
+    "swiglu_alpha": (1.702, ("gpt_oss",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +147,8 @@ def parse_model(raw: Any, where: str) -> ModelShape:
         vocab=values.size("vocab_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or bool(raw.get("attention_bias", family == "gpt_oss")),
-        qk_norm=family.startswith("qwen3") or bool(raw.get("use_qk_norm")),
-        rms_eps=values.number("rms_norm_eps", 1e-6),
+        qk_norm=family.startswith("qwen3") or (family == "glm4_moe" and bool(raw.get("use_qk_norm"))),
+        rms_eps=values.number("rms_norm_eps"),
         rope_theta=rope.pop("rope_theta"),
         rotary_fraction=rope.pop("partial_rotary_factor"),
         max_position=values.size("max_position_embeddings", 4096),
@@ -169,15 +187,15 @@ def _experts(values: _Values, family: str) -> dict[str, Any]:
         renormalise = family != "qwen3_moe" or bool(raw.get("norm_topk_prob", False))
         return found | {"router": Router(renormalise=renormalise, biased=family == "gpt_oss")}
     return found | {
-        "shared_intermediate": width * values.count("n_shared_experts"),
-        "dense_layers": values.count("first_k_dense_replace"),
+        "shared_intermediate": width * values.count("n_shared_experts", None),
+        "dense_layers": values.count("first_k_dense_replace", None),
         "router": Router(
             scores="sigmoid",
             renormalise=bool(raw.get("norm_topk_prob", True)),
             corrected=True,
-            groups=values.size("n_group", 1),
-            groups_per_token=values.size("topk_group", 1),
-            scale=values.number("routed_scaling_factor", 1.0),
+            groups=values.size("n_group"),
+            groups_per_token=values.size("topk_group"),
+            scale=values.number("routed_scaling_factor"),
         ),
     }
 
@@ -202,21 +220,31 @@ def _head_dim(values: _Values, family: str, hidden: int, heads: int) -> int:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
+    """A key that would be obeyed elsewhere and ignored here; null counts as not given."""
     family = raw["model_type"]
-    for key, where_it_is in (("attention_bias", ("qwen2", "glm4_moe", "gpt_oss")), ("mlp_bias", ())):
-        if raw.get(key) and family not in where_it_is:
-            raise ValueError(f"{where}: {key}=true is not supported; only {' and '.join(where_it_is) or 'false'} is")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("sliding_window") and raw.get("use_sliding_window", family == "mixtral"):
-        raise ValueError(f"{where}: sliding_window is not supported for {family}; set it to null")
-    if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step") not in (None, 1)):
+    for key, (only, families) in FIXED.items():
+        value = raw.get(key)
+        if family in families and value is not None and value != only:
+            raise ValueError(
+                f"{where}: {key}={json.dumps(value)} is not supported for {family}; supported: {json.dumps(only)}"
+            )
+    if raw.get("quantization_config"):
         raise ValueError(
-            f"{where}: dense layers among the experts (mlp_only_layers, decoder_sparse_step) are not supported"
+            f"{where}: quantization_config={json.dumps(raw['quantization_config'])[:80]} is not supported; name a copy "
+            "of the model with bf16 weights, and without that key"
         )
-    for key, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if family in SIGMOID and raw.get(key, only) != only:
-            raise ValueError(f"{where}: {key}={raw[key]!r} is not supported for {family}; supported: {only}")
+    if family == "gpt_oss" and raw.get("attention_bias") is False:
+        raise ValueError(f"{where}: attention_bias=false is not supported for gpt_oss; supported: true")
+    if family == "mixtral" and raw.get("sliding_window"):
+        raise ValueError(f"{where}: sliding_window is not supported for mixtral; set it to null")
+    layers, kinds = raw.get("layer_types") or [], ("full_attention", "full_attention")
+    if family == "gpt_oss":
+        kinds = ("sliding_attention", "full_attention")
+    for layer, kind in enumerate(layers):
+        if kind != kinds[layer % 2]:
+            raise ValueError(
+                f"{where}: layer_types[{layer}]={kind!r} is not supported for {family}; supported: {kinds[layer % 2]}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +260,9 @@ class _Values:
             raise self._refused(key, value, "a whole number of at least 1")
         return value
 
-    def count(self, key: str, default: int = 0) -> int:
+    def count(self, key: str, default: int | None = 0) -> int:
         value = self._given(key, default)
+        value = 0 if value is None else value
         if not _is_whole(value) or value < 0:
             raise self._refused(key, value, "a whole number, or null")
         return value
@@ -257,23 +286,43 @@ class _Values:
         given = self._given(key, {})
         if not isinstance(given, Mapping):
             raise self._refused(key, given, "an object, or null")
-        theta = self.number("rope_theta", 150000.0 if self.raw["model_type"] == "gpt_oss" else 10000.0)
-        fraction = self.number("partial_rotary_factor", 0.5 if self.raw["model_type"] == "glm4_moe" else 1.0)
+        family = self.raw["model_type"]
+        theta = self.number("rope_theta", THETA.get(family, 10000.0))
+        fraction = self.number("partial_rotary_factor", 0.5 if family == "glm4_moe" else 1.0)
         inner = _Values(given, f"{self.where}: {key}")
         kind = given.get("rope_type", given.get("type", "default"))
         rope: dict[str, Any] = {
             "rope_theta": inner.number("rope_theta", theta),
             "partial_rotary_factor": inner.number("partial_rotary_factor", fraction),
         }
+        known = {"default": (), "llama3": LLAMA3, "yarn": (*STRETCHED, *YARN, "truncate")}
+        if kind not in known:
+            raise ValueError(f"{self.where}: rope_type={kind!r} is not supported; supported: {', '.join(known)}")
+        self._refuse_rope(inner, rope, kind, known[kind])
         if kind == "default":
             return rope
         if kind == "llama3":
             return rope | {"rope_type": kind} | {name: inner.number(name) for name in LLAMA3}
-        if kind == "yarn":
-            sizes = {name: inner.number(name) for name in ("factor", "original_max_position_embeddings")}
-            rest = {name: float(given.get(name) or usual) for name, usual in YARN.items()}
-            return rope | {"rope_type": kind} | sizes | rest | {"truncate": bool(given.get("truncate", True))}
-        raise ValueError(f"{self.where}: rope_type={kind!r} is not supported; supported: default, llama3, yarn")
+        sizes = {name: inner.number(name) for name in STRETCHED}
+        rest = {name: float(given.get(name) or usual) for name, usual in YARN.items()}
+        return rope | {"rope_type": kind} | sizes | rest | {"truncate": bool(given.get("truncate", True))}
+
+    def _refuse_rope(self, inner: _Values, rope: Mapping[str, Any], kind: str, known: Sequence[str]) -> None:
+        """What would turn queries and keys otherwise than the actor does."""
+        family, own = self.raw["model_type"], {"rope_type", "type", "rope_theta", "partial_rotary_factor", *known}
+        for key, value in inner.raw.items():
+            if key not in own and value is not None:
+                raise ValueError(f"{inner.where}: {key}={json.dumps(value)} is not supported with rope_type={kind}")
+        if (fraction := rope["partial_rotary_factor"]) != 1 and (family != "glm4_moe" or kind == "yarn"):
+            raise ValueError(
+                f"{self.where}: partial_rotary_factor={fraction} with rope_type={kind} is not supported for {family}"
+            )
+        if family == "gpt_oss" and kind != "yarn":
+            raise ValueError(f"{self.where}: rope_type={kind!r} is not supported for gpt_oss; supported: yarn")
+        if family in LATENT and (kind == "llama3" or inner.raw.get("truncate") is False):
+            raise ValueError(f"{inner.where}: llama3's rule and truncate=false are not supported for {family}")
+        if family not in LATENT and (inner.raw.get("mscale") or inner.raw.get("mscale_all_dim")):
+            raise ValueError(f"{inner.where}: mscale and mscale_all_dim are not supported for {family}; remove them")
 
     def _given(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
 
-__all__ = ["check_cpu_engine", "check_layers", "check_model"]
+__all__ = ["check_cpu_engine", "check_gpu_trainer", "check_model"]
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the one size its kernel is compiled for
@@ -30,6 +30,11 @@ def check_model(config: Config, shape: ModelShape) -> None:
         _divides("shared experts' intermediate", shape.shared_intermediate, "parallel.tensor", sizes.tensor)
         _divides("shared experts' intermediate", shape.shared_intermediate, "rollout.tensor", engine)
         _check_router(shape)
+        if shape.out_bias and sizes.expert_tensor > 1:  # each of the ranks would add it to their sum
+            raise ValueError(
+                f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have biases, which "
+                "Megatron-Core supports with 1 only; set it to 1, and parallel.expert to more"
+            )
     else:
         for key, size in (("expert", sizes.expert), ("expert_tensor", sizes.expert_tensor)):
             if size > 1:
@@ -66,15 +71,6 @@ def _check_stages(shape: ModelShape, pipeline: int, virtual: int) -> None:
         )
 
 
-def check_layers(shape: ModelShape) -> None:
-    """A weight sync can be planned for every family that has a table; not all of their layers are trained."""
-    if shape.sinks:
-        raise ValueError(
-            f"{shape.family} can be planned (megarl plan --weights) but not run in this version: its attention sinks "
-            "and clamped SwiGLU are not built; choose a model of another family"
-        )
-
-
 def _check_router(shape: ModelShape) -> None:
     """Routers that Hugging Face's config can ask for and Megatron-Core's router is not."""
     router, chosen = shape.router, shape.experts_per_token
@@ -88,8 +84,22 @@ def _check_router(shape: ModelShape) -> None:
         )
 
 
-def check_cpu_engine(shape: ModelShape) -> None:
-    """vLLM notices this itself, at its first forward pass."""
+def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
+    """Transformer Engine would find no kernel at its first forward pass; our attention on a CPU takes both."""
+    if shape.sinks and config.parallel.context > 1:
+        raise ValueError(
+            f"parallel.context={config.parallel.context}, but {shape.family}'s attention sinks are not split over "
+            "context ranks on a GPU (Transformer Engine has no such kernel for Megatron-Core's exchange); set it to 1"
+        )
+
+
+def check_cpu_engine(config: Config, shape: ModelShape) -> None:
+    """vLLM notices this itself, at its start or at its first forward pass."""
+    if shape.is_moe:
+        _divides_by_32("hidden", shape.hidden)
+        if shape.swiglu_limit:  # of the others vLLM pads the width
+            engine = config.rollout.tensor
+            _divides_by_32(f"moe_intermediate / {engine}", shape.moe_intermediate // engine)
     if shape.latent is not None:
         if (shape.latent.kv_rank, shape.latent.rope) != CPU_LATENT:
             raise ValueError(
@@ -100,6 +110,14 @@ def check_cpu_engine(shape: ModelShape) -> None:
         raise ValueError(
             f"head_dim={shape.head_dim}, and vLLM's attention on CPU takes {', '.join(map(str, CPU_HEAD_DIMS))} only; "
             "choose one of these for model.create.head_dim, or run on a GPU"
+        )
+
+
+def _divides_by_32(name: str, size: int) -> None:
+    if size % 32:
+        raise ValueError(
+            f"{name} = {size} is no multiple of 32, and vLLM's experts on a CPU take no other; "
+            "change it, or run on a GPU"
         )
 
 

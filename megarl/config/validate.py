@@ -28,7 +28,7 @@ from megarl.config.names import (
     TOKEN_ADVANTAGES,
 )
 from megarl.config.schema import Algorithm, Config
-from megarl.config.sizes import check_cpu_engine, check_layers, check_model
+from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
 from megarl.platform.env import Env, count_gpus
 
@@ -57,10 +57,11 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
     check_model(config, shape)
-    check_layers(shape)
     _check_moe(config, shape)
-    if samples and not gpus:
-        check_cpu_engine(shape)
+    if gpus:
+        check_gpu_trainer(config, shape)
+    elif samples:
+        check_cpu_engine(config, shape)
     _check_world(config, world, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)

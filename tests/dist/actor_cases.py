@@ -71,6 +71,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
     "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_untied": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3_yarn": (
+        "Qwen3Config",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {key: value for key, value in _YARN.items() if "mscale" not in key},
+        },
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {**_SIZES, **_MOE, "norm_topk_prob": True, "tie_word_embeddings": False}),
     "qwen3_moe_unnormalised": (
         "Qwen3MoeConfig",

@@ -27,11 +27,9 @@ from megarl.weights.transports.collective import Collective
 
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
 SPARSE = ["qwen3_moe@5", "mixtral@5", "deepseek_v3@5", "deepseek_v3_direct@5", "glm4_moe@5"]
-OTHERS = [  # Megatron adds an expert's bias on each expert_tensor rank
-    ("gpt_oss@5", parallel) for parallel in ({"tensor": 2}, {"pipeline": 2}, {"expert": 2}, {"tensor": 2, "expert": 2})
-]
 DENSE_LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}]
 SPARSE_LAYOUTS = [*DENSE_LAYOUTS, {"expert": 2}, {"tensor": 2, "expert": 2}, {"tensor": 2, "expert_tensor": 2}]
+GPT_OSS = [*SPARSE_LAYOUTS[:5], {"context": 2, "expert": 2}]  # Megatron's biased experts are not split among ranks
 ALL_AXES = {"tensor": 2, "pipeline": 2, "expert": 2}
 
 
@@ -39,7 +37,8 @@ def layouts(world: int) -> list[tuple[str, dict[str, int]]]:
     if world == 8:
         return [(model, ALL_AXES) for model in SPARSE] + [("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
     dense = [(model, parallel) for model in DENSE for parallel in DENSE_LAYOUTS]
-    return dense + [(model, parallel) for model in SPARSE for parallel in SPARSE_LAYOUTS] + OTHERS
+    sparse = [(model, parallel) for model in SPARSE for parallel in SPARSE_LAYOUTS]
+    return dense + sparse + [("gpt_oss@5", parallel) for parallel in GPT_OSS] + [("qwen3_yarn@5", {"tensor": 2})]
 
 
 def round_trip(actor: Actor) -> list[str]:
@@ -106,6 +105,6 @@ def work(rank: int, results: str, folder: str, world: int) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        for name in [*DENSE, *SPARSE, "gpt_oss@5"]:
+        for name in [*DENSE, *SPARSE, "gpt_oss@5", "qwen3_yarn@5"]:
             save_model(name, Path(scratch))
         mp.spawn(work, (sys.argv[1], scratch, int(sys.argv[2])), int(sys.argv[2]))

@@ -55,6 +55,7 @@ GLM = {
 }  # fmt: skip
 GPT_OSS = {
     "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+    "intermediate_size": 128,  # a multiple of 32 on each rank, or vLLM has no kernel
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128,
         "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,

@@ -21,8 +21,8 @@ FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine
 TWO = {"qwen3_moe": 1, "llama": 1, "qwen2": 2, "qwen3_untied_kv1": 2}
 # with the above: dense, experts and latent attention in engines of one and two ranks, one and two replicas
 MORE = [
-    (1, {"qwen3": 1, "qwen3_moe": 1, "llama": 1, "deepseek_v3": 1}),
-    (2, {"qwen3": 1, "llama": 2, "deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2}),
+    (1, {"qwen3": 1, "qwen3_moe": 1, "llama": 1, "deepseek_v3": 1, "gpt_oss": 1}),
+    (2, {"qwen3": 1, "llama": 2, "deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2, "gpt_oss": 2}),
     (2, {"deepseek_v3": 1, "qwen3": 2, "qwen3_moe": 2}),
     (4, {"deepseek_v3": 2, "llama": 2}),
 ]

@@ -102,3 +102,20 @@ def test_a_reward_that_fails_on_some_samples_does_not_stop_the_run(tmp_path: Pat
         assert row["reward/fussy:reward/error"] > 0 and row["reward/fussy:reward/nan"] > 0
         assert row["samples/dropped"] == row["reward/fussy:reward/error"] + row["reward/fussy:reward/nan"]
         assert row["samples/count"] + row["samples/dropped"] == 64
+
+
+@pytest.mark.long
+def test_gpt_oss_trains(tmp_path: Path) -> None:
+    """Sinks, windows and biased experts over two ranks of trainer and engine; no other family has them."""
+    overrides = [
+        "run.name=oss",
+        "model.create.family=gpt_oss",
+        "rollout.tensor=2",
+        "parallel.tensor=2",
+        "train.steps=2",
+    ]
+    done = train(tmp_path, "tiny_moe", *overrides)
+    assert done.returncode == 0, done.stderr
+    for row in rows(tmp_path / "oss"):
+        assert row["weights/verified"] and row["logprob_diff/max"] < 1e-4
+        assert row["grad_norm"] > 1e-3 and row["reward/std"] > 0.05

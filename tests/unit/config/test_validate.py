@@ -15,8 +15,10 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SEL
 from megarl.config import names
 from megarl.config.create import hf_config
 from megarl.config.load import parse_config, resolved_yaml
+from megarl.config.model import read_model
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Create
+from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
 from megarl.platform.env import Env
 
@@ -241,10 +243,66 @@ def algorithm_of(**values: Any) -> Any:
     return made({"algorithm": values}).algorithm
 
 
-def test_a_family_whose_layers_are_not_built_is_planned_only() -> None:
-    folder = Path(__file__).resolve().parents[3] / "configs" / "models" / "gpt_oss_120b"
-    with pytest.raises(ValueError, match=r"gpt_oss can be planned .* but not run in this version"):
-        check_config(parse_config({"model": {"path": str(folder)}}), ALONE)
+LARGE = Path(__file__).resolve().parents[3] / "configs" / "models"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "said"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
+        ("kimi_k2", {"rope_interleave": False}, "rope_interleave=false"),
+        ("kimi_k2", {"attention_bias": True}, "attention_bias=true"),
+        ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method="greedy"'),
+        ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "truncate=false"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, 'quantization_config={"quant_method":'),
+        ("llama_3_1_405b", {"mlp_bias": True}, "mlp_bias=true"),
+        ("llama_3_1_405b", {"hidden_act": "gelu"}, 'hidden_act="gelu"'),
+        ("llama_3_1_405b", {"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor=0.5"),
+        ("llama_3_1_405b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ("llama_3_1_405b", {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2"),
+        ("qwen3_235b_a22b", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3_235b_a22b", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types[1]"),
+        ("qwen3_235b_a22b", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ("qwen3_235b_a22b", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_235b_a22b", {"rope_scaling": YARN | {"mscale": 0.5}}, "mscale and mscale_all_dim"),
+        ("glm_4_5", {"rope_scaling": YARN}, "partial_rotary_factor=0.5 with rope_type=yarn"),
+        ("gpt_oss_120b", {"layer_types": ["full_attention"]}, "layer_types[0]"),
+        ("gpt_oss_120b", {"attention_bias": False}, "attention_bias=false"),
+        ("gpt_oss_120b", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("gpt_oss_120b", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+        ("gpt_oss_120b", {"rope_scaling": None}, "rope_type='default'"),
+    ],
+)
+def test_what_a_table_does_not_obey_is_refused_by_name(
+    tmp_path: Path, model: str, values: dict[str, Any], said: str
+) -> None:
+    raw = json.loads((LARGE / model / "config.json").read_text())
+    for given in ({}, values):  # as it is, it is taken
+        (tmp_path / "config.json").write_text(json.dumps(raw | given))
+        if not given:
+            read_model(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        read_model(tmp_path)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor"])
+def test_a_value_whose_default_differs_elsewhere_must_be_given(tmp_path: Path, key: str) -> None:
+    raw = json.loads((LARGE / "deepseek_v3" / "config.json").read_text())
+    del raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"has no '{key}'"):
+        read_model(tmp_path)
+
+
+def test_biased_experts_are_not_split_and_sinks_are_not_spread_over_gpus() -> None:
+    sections = {"model": {"path": str(LARGE / "gpt_oss_120b")}, "parallel": {"tensor": 2, "expert_tensor": 2}}
+    with pytest.raises(ValueError, match=r"parallel.expert_tensor=2, but the experts of gpt_oss have biases"):
+        check_config(parse_config(sections), ALONE)
+    config = parse_config(sections | {"parallel": {"context": 2}})
+    with pytest.raises(ValueError, match=r"parallel.context=2, but gpt_oss's attention sinks"):
+        check_gpu_trainer(config, model_shape(config))
 
 
 def test_bounds_not_given_are_the_losss_own() -> None:
