@@ -26,12 +26,14 @@ from pathlib import Path
 
 import pytest
 from start_ranks import start_ranks
-from transport_ranks import BUCKET, PAIRS
+from transport_ranks import BUCKET, NODES, PAIRS
 
 pytestmark = pytest.mark.long  # half a minute: starting ranks, and waiting for those that do not come
 
 RANKS = Path(__file__).with_name("transport_ranks.py")
 WORLD = 4
+ON_NODES = [f"{NODES} staged={staged}" for staged in (True, False)]
+EVERY = [*PAIRS, *ON_NODES]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def ranks(tmp_path_factory) -> list[dict]:
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD)]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", EVERY)
 def test_a_rank_receives_what_it_keeps_and_nothing_else(ranks, pair):
     total = 0
     for rank, seen in enumerate(ranks):
@@ -56,7 +58,7 @@ def test_a_rank_receives_what_it_keeps_and_nothing_else(ranks, pair):
     assert {seen["pairs"][pair]["received"] for seen in ranks} == {total}, "the report says the same"
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", EVERY)
 def test_ranks_agree_on_the_order(ranks, pair):
     """Each rank's own record is the plan's, without the transfers of others: so a send meets its receive."""
     plan = ranks[0]["pairs"][pair]["plan"]
@@ -69,7 +71,7 @@ def test_ranks_agree_on_the_order(ranks, pair):
             assert mine == expected
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", EVERY)
 def test_no_buffer_is_larger_than_two_buckets(ranks, pair):
     found = ranks[0]["pairs"][pair]
     assert found["largest"] <= BUCKET, "a tensor larger than a bucket is cut"
@@ -97,6 +99,23 @@ def test_half_the_bytes_travel_in_fp8_and_they_are_the_whole_tensors_own(ranks):
         assert moved["torch.bfloat16"] == 2 * moved["torch.float8_e4m3fn"] > 0
 
 
+@pytest.mark.parametrize("pair", ON_NODES)
+def test_what_a_node_shares_crosses_the_network_once(ranks, pair):
+    """Each of four ranks holds a stage and keeps all: each node lacks half the model."""
+    found, flat = ranks[0]["pairs"][pair], ranks[0]["pairs"]["pp4 -> tp1"]
+    assert found["received"] == flat["received"] and flat["over the network"] == 0
+    assert found["over the network"] == found["kept"], "two nodes take half of it each, once"
+
+
+def test_a_fault_where_a_node_copies_on_is_named(ranks):
+    for seen in ranks:
+        found = seen["torn on its second way"]
+        assert found["is forward"] and "rank 2 -> rank 3 (copied on): model." in found["bucket"]
+        assert "were not received as sent: bucket " in found["said"] and found["bucket"] in found["said"], found
+        assert found["version"] == 1 and found["old"], "not a byte of the engine has changed"
+        assert found["healed"]
+
+
 def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
     for seen in ranks:  # the late one too, when it comes
         assert "rank 2 of 4 did not come to the sync of weights, version 2" in seen["late"], seen["late"]
@@ -104,9 +123,11 @@ def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
 
 
 def test_a_dead_rank_is_named(ranks):
-    """Its peers say so at once; the others wait no longer than the time-out. Nobody has a version afterwards."""
+    """Its peers say so at once; the others wait no longer than the time-out. The engines keep what they had."""
     assert any("rank 3 did not" in seen["dead"] for seen in ranks[:3])
+    assert any(re.search(r"rank 3 did not .*; in flight: bucket .*: model\.", seen["dead"]) for seen in ranks[:3])
     for seen in ranks[:3]:
-        assert seen["dead"] and seen["after dead"] is None
+        assert "The engine keeps the version it had" in seen["dead"]
+        assert seen["after dead"] == 1 and seen["held after dead"]
         said = seen["call after dead"]
         assert re.match(r"ranks? [\d, ]*3 of 4 did not come to the sync of weights, version 3", said), said

@@ -46,6 +46,7 @@ PAIRS = {  # trainer, engine's tensor ranks
     "tp2 ep4 etp1 -> tp2": (Parallel(tensor=2, expert=4, expert_tensor=1), 2),
     "pp2 -> tp2": (Parallel(pipeline=2), 2),
 }
+NODES = "pp4 -> tp1, nodes of 2 ranks"
 
 
 def boxes(parallel: Parallel, world: int, rank: int) -> list[Box]:
@@ -69,6 +70,7 @@ class Recorded(Collective):
         self.trace: list[list[list[int]]] = []  # [round][transfer] -> source, destination, bytes
         self.dies_in: int | None = None
         self.sleeps_before_call = 0.0
+        self.flips: tuple[int, int] | None = None  # (source, destination): a bit of the first bucket between them
 
     def roll_call(self, what: str) -> None:
         time.sleep(self.sleeps_before_call)
@@ -81,11 +83,29 @@ class Recorded(Collective):
             [[self.rank, peer, flat.nbytes] for peer, flat in sorted(outgoing.items())]
             + [[peer, self.rank, flat.nbytes] for peer, flat in sorted(incoming.items())]
         )
-        return super().start(outgoing, incoming)
+        wait = super().start(outgoing, incoming)
+
+        def flip() -> None:
+            wait()
+            for peer, flat in incoming.items():
+                if self.flips == (peer, self.rank):
+                    flat.view(torch.uint8)[5] ^= 16
+                    self.flips = None
+
+        return flip
 
 
 class Case:
-    def __init__(self, parallel: Parallel, tensor: int, transport: Recorded, full: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        tensor: int,
+        transport: Recorded,
+        full: Mapping[str, Tensor],
+        *,
+        node_ranks: int | None = None,
+        is_staged: bool = True,
+    ) -> None:
         world, rank = transport.world, transport.rank
         sources = [boxes(parallel, world, r) for r in range(world)]
         self.held = room_for(sources[rank])
@@ -102,15 +122,20 @@ class Case:
             transport=transport,
             dtype=torch.float32,
             bucket_bytes=BUCKET,
+            node_ranks=node_ranks,
+            is_staged=is_staged,
         )
+        self.node_ranks = node_ranks or world
+
+    def is_held(self, full: Mapping[str, Tensor]) -> bool:
+        return all(torch.equal(view(self.engine.memory, box), slice_of(full, box)) for box in self.engine.boxes)
 
     def seen(self) -> dict:
         """One sync."""
         began = time.perf_counter()
         report = self.publisher.publish(version=7)
         rank = self.transport.rank
-        for box in self.engine.boxes:
-            assert torch.equal(view(self.engine.memory, box), slice_of(self.full, box)), box
+        assert self.is_held(self.full)
         return {
             "seconds": time.perf_counter() - began,
             "trace": self.transport.trace,
@@ -124,6 +149,11 @@ class Case:
             "largest row": max(4 * (size[1] if len(size) > 1 else 1) for size in SHAPES.values()),
             "version": self.engine.version,
             "received": report.bytes_received,
+            "over the network": sum(
+                4 * m.numel
+                for m in self.publisher.plan.messages
+                if m.source // self.node_ranks != m.destination // self.node_ranks
+            ),
         }
 
 
@@ -192,7 +222,25 @@ def misrouted(case: Case) -> None:
         for round_ in plan.rounds
     )
     assert one_in.destination == other_in.destination
-    case.publisher.plan = replace(plan, rounds=rounds)
+    case.publisher.rounds.plan = replace(plan, rounds=rounds)
+
+
+def torn_forward(full: Mapping[str, Tensor]) -> dict:
+    """What rank 2 copies on to rank 3 of its node changes on that way; then it does not."""
+    case = Case(*PAIRS["pp4 -> tp1"], Recorded(), full, node_ranks=2)
+    case.publisher.publish(version=1)
+    new = weights(4)
+    for box in case.mine:
+        view(case.held, box).copy_(slice_of(new, box))
+    forwards = [m for m in case.publisher.plan.messages if all(piece.is_forward for piece in m.pieces)]
+    assert {(m.source, m.destination) for m in forwards} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    first = next(m for m in case.publisher.plan.messages if (m.source, m.destination) == (2, 3))
+    case.transport.flips = (2, 3)
+    seen: dict = {"said": refused(lambda: case.publisher.publish(version=2)), "bucket": str(first)}
+    seen |= {"is forward": first.is_forward, "version": case.engine.version, "old": case.is_held(full)}
+    case.transport.flips = None
+    case.publisher.publish(version=3)
+    return seen | {"healed": case.is_held(new)}
 
 
 def main(folder: Path) -> None:
@@ -202,6 +250,11 @@ def main(folder: Path) -> None:
     for name, (parallel, tensor) in PAIRS.items():
         seen["pairs"][name] = Case(parallel, tensor, Recorded(), full).seen()
 
+    for staged in (True, False):
+        seen["pairs"][f"{NODES} staged={staged}"] = Case(
+            *PAIRS["pp4 -> tp1"], Recorded(), full, node_ranks=2, is_staged=staged
+        ).seen()
+    seen["torn on its second way"] = torn_forward(full)
     seen["fp8"] = quantised(full)
 
     case = Case(Parallel(tensor=2), 1, Recorded(), full)
@@ -227,8 +280,12 @@ def main(folder: Path) -> None:
     began = time.perf_counter()
     seen["dead"] = refused(lambda: case.publisher.publish(version=2))
     seen["dead seconds"], seen["after dead"] = time.perf_counter() - began, case.engine.version
+    seen["held after dead"] = case.is_held(full)
     seen["call after dead"] = refused(lambda: case.publisher.publish(version=3))
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
+    (folder / f"done_{rank}").touch()
+    while rank == 0 and len(list(folder.glob("done_*"))) < 3:  # ranks meet in its store
+        time.sleep(0.05)
     os._exit(0)  # the world is broken: nothing to close
 
 

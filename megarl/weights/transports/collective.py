@@ -76,6 +76,8 @@ class Collective:
             self._store.compare_set(verdict, "", "all")
         try:
             self._store.wait([verdict], timeout)
+        except dist.DistNetworkError as error:
+            raise CheckFailed(f"rank 0, in whose store ranks meet, is gone before {what}: {error}") from error
         except dist.DistError:
             missing = [rank for rank in range(self.world) if not self._store.check([f"{call}/{rank}"])]
             self._store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
