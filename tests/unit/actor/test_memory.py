@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
+import memory_peaks
 from actor_cases import random_batch
+from memory_peaks import SETTINGS
 
 from megarl.actor.actor import Actor
 from megarl.algorithms.objective import supervised
@@ -106,6 +109,30 @@ def test_recomputed_activations_are_not_kept(tmp_path: Path) -> None:
         for how in ("none", "selective", "full")
     }
     assert held["full"] < held["selective"] < held["none"], held
+
+
+def test_peaks_of_phases_drop(tmp_path: Path) -> None:
+    """Bytes on the device. In fp32 there are as many gradients as weights, and twice as many moments."""
+    create = {**SMALL, "hidden": 64, "vocab": 1024}
+    chosen = ["nothing", *(name for name in SETTINGS if name.startswith(("recompute", "offload")) and "," not in name)]
+    found = {}
+    for name in chosen:
+        train = {"dtype": "fp32", **SETTINGS[name]}
+        found[name], _ = memory_peaks.peaks(tmp_path / name, create, train, rows=4, longest=128)
+    plain, one = found["nothing"], found["nothing"]["rollout"] / 4  # the weights
+    trains = {name: peak["train"] for name, peak in found.items()}
+    kept = {phase: {name: peak[phase] / one for name, peak in found.items()} for phase in ("rollout", "sync")}
+    nearly = partial(pytest.approx, abs=0.1)
+
+    assert trains["recompute core_attn"] < 0.98 * plain["train"] and trains["recompute mlp"] < 0.9 * plain["train"]
+    assert trains["recompute full"] < 0.6 * plain["train"]
+    for phase, weights in (("rollout", 0), ("sync", 1)):
+        assert kept[phase]["offload gradients"] == nearly(3)
+        assert kept[phase]["offload optimizer"] == nearly(2)
+        assert kept[phase]["offload weights"] == nearly(3 + weights)
+        assert kept[phase]["offload all"] == nearly(weights)
+    for name in ("offload optimizer", "offload all"):  # activations and moments are never there together
+        assert (plain["train"] - trains[name]) / one == nearly(2)
 
 
 def test_a_closed_actor_is_gone(tmp_path: Path) -> None:
