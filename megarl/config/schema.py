@@ -14,7 +14,8 @@ from megarl.layout import Parallel
 
 __all__ = [
     "Algorithm", "Checkpoint", "Checks", "Config", "Create", "Eval", "KlTerm", "Launch", "Model", "Moe",
-    "Overlong", "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Task", "Telemetry", "Train",
+    "Overlong", "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Sync", "Task", "Telemetry",
+    "Train",
 ]  # fmt: skip
 
 
@@ -201,6 +202,13 @@ class Sft(Section):
     until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
 
 
+class Sync(Section):
+    # what a rank receives waits in memory of its own (the device's if it has the room, else the host's) until all ranks
+    # agree that all of it came as it was sent: so a torn sync leaves the engine its weights. False: no such memory, and
+    # after a torn sync the engine refuses prompts
+    staged: bool = True
+
+
 class Checkpoint(Section):
     every: int = Field(default=50, ge=0)  # steps; and at the end. 0: never
     keep: PositiveInt = 3
@@ -255,6 +263,7 @@ class Config(Section):
     train: Train = Train()
     precision: Precision = Precision()
     sft: Sft = Sft()
+    sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()
     moe: Moe = Moe()

@@ -183,6 +183,8 @@ class Parts:
             probe=probe,
             fp32=fp32_tensors(self.shape),
             table=engine_boxes(self.shape, engine_layout(tensor=tensor, rank=self.env.rank % tensor)),
+            node_ranks=self.env.local_world_size,
+            is_staged=config.sync.staged,
         )
 
     @contextmanager

@@ -54,7 +54,7 @@ def plan_weights(config: Config, *, gpu: str = "h100", bucket_bytes: int = BUCKE
         "trainer": {"gpus": fleet.trainers, "layout": str(fleet.source(0))},
         "engine": {"replicas": fleet.replicas, "tensor": fleet.tensor, "expert": fleet.expert},
         "plan_seconds": round(time.perf_counter() - began, 3),
-        **_figures(found),
+        **_figures(found) | ({} if config.sync.staged else {"staged_bytes": 0}),
         "predicted_over_floor": found.predicted_seconds / found.floor_seconds,
         "bucket_bytes": bucket_bytes,
         **_by_rank(flows, found),
@@ -150,7 +150,8 @@ def _figures_table(plan: Mapping[str, Any]) -> Table:
         ("copied on within nodes", f"{plan['bytes_forwarded'] / 1e9:,.1f} GB of these"),
         (
             "peak extra memory",
-            f"{plan['peak_extra_bytes'] / 1e9:.2f} GB (largest message {plan['largest_message_bytes'] / 1e9:.2f})",
+            f"{plan['peak_extra_bytes'] / 1e9:.2f} GB (largest message {plan['largest_message_bytes'] / 1e9:.2f})"
+            + (f"; and {plan['staged_bytes'] / 1e9:.2f} GB staged, on device or host" if plan["staged_bytes"] else ""),
         ),
         ("planned in", f"{plan['plan_seconds']:.1f} s"),
     ):

@@ -147,6 +147,8 @@ class Engine:
         Nothing on a CPU, where there is no other memory.
         """
         if self._spec.sleep and torch.cuda.is_available() and not self._asleep:
+            if self._spec.sleep == 2:
+                self.receiver.abort()  # its weights are dropped: no version to go back to, whatever the sync comes to
             self._llm.sleep(level=self._spec.sleep)
             self._asleep = ["weights", "kv_cache"]
 

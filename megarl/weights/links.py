@@ -52,7 +52,8 @@ class Cost:
     floor_seconds: float
     busiest_link_over_mean: float
     largest_message_bytes: int
-    peak_extra_bytes: int
+    peak_extra_bytes: int  # buckets and open layers
+    staged_bytes: int  # beside them where sync.staged, on the device or the host: all that a GPU receives
 
 
 def cost(flows: Flows, links: Links, model_bytes: int) -> Cost:
@@ -98,6 +99,7 @@ def cost(flows: Flows, links: Links, model_bytes: int) -> Cost:
         largest_message_bytes=int(np.bincount(of_pair, weights=size).max(initial=0)),
         # two buffers of a round, one in flight and one being written, and the layers open meanwhile
         peak_extra_bytes=int(2 * buffers.max() + _open_bytes(flows)),
+        staged_bytes=int(received.max()),
     )
 
 
