@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -121,6 +122,7 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
             config,
             vp_stage=number if last else None,
             spec=block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te),
+            use_te=use_te,
             first=layout.pp.first and number == 0,
             last=layout.pp.last and number == last,
         )
@@ -135,12 +137,17 @@ def _build_chunk(
     *,
     vp_stage: int | None,
     spec: Any,  # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
+    use_te: bool,
     first: bool,
     last: bool,
 ) -> GPTModel:
+    prediction = None
+    if last and config.mtp_num_layers:
+        prediction = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=use_te)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=prediction,  # pyright: ignore[reportArgumentType]  # as above
         vocab_size=padded_vocab(shape.vocab, layout.tp.size),
         max_sequence_length=shape.max_position,
         pre_process=first,

@@ -92,6 +92,10 @@ class HfFolder:
             if name not in shapes and name not in skipped:
                 raise ValueError(f"{place.file}: {name} is no tensor of the model that its config.json describes")
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
     def dtype(self, name: str) -> torch.dtype:
         return self._places[name].dtype
 

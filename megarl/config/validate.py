@@ -80,7 +80,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         model=shape,
         rows=rows,
         longest_row=longest,
-        warnings=tuple(_warnings(config, layout, rows, longest)),
+        warnings=tuple(_warnings(config, shape, layout, rows, longest)),
     )
 
 
@@ -295,8 +295,13 @@ def _check_resume(config: Config) -> None:
         )
 
 
-def _warnings(config: Config, layout: Layout, rows: int, longest: int) -> Iterator[str]:
+def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, longest: int) -> Iterator[str]:
     train = config.train
+    if shape.mtp_layers:
+        yield (
+            f"num_nextn_predict_layers={shape.mtp_layers}: layers of multi-token prediction are neither trained nor "
+            "synced, and a checkpoint or an exported model holds none"
+        )
     if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
         yield "algorithm.advantage=grpo_process without the reward `process` has one step a response: it is grpo"
     if longest > train.max_tokens_per_microbatch:

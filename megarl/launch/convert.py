@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +28,10 @@ from megarl.checkpoint.convert import convert
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.places import Places
 from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, MegatronTarget, Source, Target
-from megarl.checkpoint.torch_dist import Reader, is_checkpoint, slots_of
+from megarl.checkpoint.torch_dist import Reader, Slot, is_checkpoint, slots_of
 from megarl.config.model import ModelShape, read_model
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.weights.mapping import Box
 from megarl.weights.models import hf_shapes, megatron_boxes
 
 __all__ = ["FILE_BYTES", "run_convert"]
@@ -50,8 +52,7 @@ def run_convert(
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
-    places, objects = _places(shape, sizes)
-    opened = _open(source, places, shape)
+    opened, places, objects = _open(source, shape)
     dtypes = {name: opened.dtype(name) for name in places.shapes}
     total = sum(prod(size) * dtypes[name].itemsize for name, size in places.shapes.items())
     group_bytes = max(LEAST, min(MOST, total // 1024))
@@ -87,10 +88,12 @@ def run_convert(
         )
     seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it by an interrupted run" if done.resumed else ""
+    left = "; without layers of multi-token prediction, which config.json counts and the source has not"
+    left = left if shape.mtp_layers and places.shapes.keys() == hf_shapes(shape).keys() else ""
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
         f"{target}: {size}{resumed}, in {seconds:.1f} s; "
-        f"verified: every tensor read back has the source's checksum (checksums.megarl lists them)"
+        f"verified: every tensor read back has the source's checksum (checksums.megarl lists them){left}"
     )
 
 
@@ -123,13 +126,32 @@ def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
         raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
 
 
-def _places(shape: ModelShape, sizes: Parallel) -> tuple[Places, list[str]]:
-    """Where one rank alone would hold everything, as Megatron's own module says it."""
+def _open(source: Path, shape: ModelShape) -> tuple[Source, Places, list[str]]:
+    """The source, where it and its target hold what, and the names of Megatron's other state."""
+    if is_checkpoint(source):
+        reader = Reader(source)
+        places, objects = _places(shape, reader.tensors, mtp=any(key.startswith("mtp.") for key in reader.tensors))
+        reader.check(slot for slots in places.slots.values() for slot in slots)
+        return MegatronSource(places, reader), places, objects
+    folder = HfFolder.open(source)
+    predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
+    places, objects = _places(shape, folder.names, mtp=not predicted.isdisjoint(folder.names))
+    folder.check(places.shapes, skipped={"lm_head.weight"} if shape.tied else ())  # a head that is the embedding
+    return HfSource(places, folder), places, objects
+
+
+def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[Places, list[str]]:
+    """Where one rank alone would hold everything, as Megatron's own module says it.
+
+    `mtp`: with the layers of multi-token prediction, which the source has. Of `names` there, those that repeat the
+    embedding and the head for such a layer have no place in Megatron's module, and keep one under their own name.
+    """
     layout = Layout.of(Parallel(), 1, 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     try:
         init_parallel(Parallel(), layout)
         settings = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+        settings.mtp_num_layers = shape.mtp_layers if mtp else None
         with torch.device("meta"):
             (model,) = build_model(shape, layout, settings, use_te=False)
         slots, objects = slots_of(model)
@@ -137,24 +159,18 @@ def _places(shape: ModelShape, sizes: Parallel) -> tuple[Places, list[str]]:
     finally:
         destroy_parallel()
         dist.destroy_process_group()
-    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=rows)
-    return Places.of(hf_shapes(shape), boxes, slots), objects
-
-
-def _open(source: Path, places: Places, shape: ModelShape) -> Source:
-    if is_checkpoint(source):
-        reader = Reader(source)
-        reader.check(slot for slots in places.slots.values() for slot in slots)
-        return MegatronSource(places, reader)
-    folder = HfFolder.open(source)
-    folder.check(places.shapes, skipped=_left_out(shape))
-    return HfSource(places, folder)
-
-
-def _left_out(shape: ModelShape) -> set[str]:
-    """Tensors that are allowed and not converted: a head that is the embedding, layers that predict several tokens."""
-    tied = {"lm_head.weight"} if shape.tied else set()
-    return tied | (hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys())
+    sizes = hf_shapes(shape, mtp=mtp)
+    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=rows, mtp=mtp)
+    if any(".mtp_model_layer." in slot.param for slot in slots):  # as 0.19 calls it
+        boxes = [replace(box, param=box.param.replace(".transformer_layer.", ".mtp_model_layer.")) for box in boxes]
+    repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
+    boxes = [box for box in boxes if box.name not in repeated]
+    for name in sorted(repeated.intersection(names)):
+        size, start = sizes[name], (0,) * len(sizes[name])
+        boxes.append(Box(name, start, size, name, 0, (size[1], 1)))
+        slots.append(Slot(name, 0, name, size, start, size, 0, may_be_padded=False))
+    held = {name: size for name, size in sizes.items() if name not in repeated or name in names}
+    return Places.of(held, boxes, slots), objects
 
 
 class _Files:

@@ -63,25 +63,15 @@ def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[
 
 
 def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    from megarl.actor.layers import block_spec
-
     shape = replace(shape, layers=shape.dense_layers + 1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     layout = Layout.of(Parallel(), 1, 0)
     init_parallel(Parallel(), layout)
     config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
-    config = replace(config, mtp_num_layers=shape.mtp_layers)
-    block = block_spec(config, [layer >= shape.dense_layers for layer in range(shape.layers)], use_te=False)
-    more = get_gpt_mtp_block_spec(config, block.layer_specs[-1], use_transformer_engine=False)
+    config.mtp_num_layers = shape.mtp_layers
     with torch.device("meta"), OnMeta():
-        model = GPTModel(config, block, shape.vocab, shape.max_position, mtp_block_spec=more,
-                         share_embeddings_and_output_weights=False, position_embedding_type="rope")  # fmt: skip
-    destroy_parallel()
-    dist.destroy_process_group()
-    return {name: list(tensor.shape) for name, tensor in held_tensors([model]).items()}
+        model = build_model(shape, layout, config, use_te=False)
+    return {name: list(tensor.shape) for name, tensor in held_tensors(model).items()}
 
 
 def main(folder: str, sizes: str, world: str = "1") -> None:

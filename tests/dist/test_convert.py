@@ -10,21 +10,35 @@ from pathlib import Path
 import pytest
 import torch
 from actor_cases import save_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megarl.config.model import read_model
 from megarl.launch.convert import run_convert
 from megarl.layout import Parallel
+from megarl.weights.models import hf_shapes
 
 pytestmark = pytest.mark.long  # four ranks that build two actors a model
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3")
 RANKS = Path(__file__).with_name("convert_ranks.py")
 
 
+def add_prediction(folder: Path) -> None:
+    """Layers of multi-token prediction, where the family has them: converted, and not in the actor's way."""
+    values = json.loads((folder / "config.json").read_text())
+    if "num_nextn_predict_layers" not in values:
+        return
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
+    shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
+    extra = {name: torch.randn(size) for name, size in hf_shapes(shape, mtp=True).items() if name not in tensors}
+    assert len(extra) > 10
+    save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     for model in MODELS:
-        save_model(model, folder)
+        add_prediction(save_model(model, folder))
         sizes = Parallel(tensor=2, pipeline=2)  # files are cut so; loading is not bound to it
         options = {"config": None, "file_bytes": 1 << 30, "interactive": False}
         run_convert(folder / model, folder / f"{model}-megatron", "megatron", sizes, **options)
@@ -43,8 +57,10 @@ def test_loaded_over_ranks_it_is_the_model(folder, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_what_megatron_saves_converts_back(folder, model):
     options = {"config": folder / model, "file_bytes": 1 << 30, "interactive": False}
-    run_convert(folder / f"{model}-saved", folder / f"{model}-back", "hf", Parallel(), **options)
+    said = run_convert(folder / f"{model}-saved", folder / f"{model}-back", "hf", Parallel(), **options)
     before, after = (load_file(folder / name / "model.safetensors") for name in (model, f"{model}-back"))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
+    assert ("multi-token prediction" in said) == (before.keys() != after.keys())
+    assert after.keys() == hf_shapes(read_model(folder / model)).keys()
+    for name in after:
+        tensor = before[name]
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name

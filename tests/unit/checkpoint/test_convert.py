@@ -16,17 +16,22 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert as conversion
 from megarl.checkpoint.sides import MegatronTarget
+from megarl.config.model import read_model
 from megarl.config.schema import Create
 from megarl.launch import convert as command
 from megarl.launch.create import create_model
 from megarl.layout import Parallel
 from megarl.types import CheckFailed
+from megarl.weights.models import hf_shapes
 
 MODELS = {
     "qwen3": {"family": "qwen3", "tied": True},
     "qwen2": {"family": "qwen2", "tied": False, "heads": 4, "kv_heads": 2},
     "llama": {"family": "llama", "tied": False, "kv_heads": 4},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "experts": 4, "moe_intermediate": 16},
+    # these two with a layer of multi-token prediction
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False, "experts": 4, "moe_intermediate": 16},
+    "glm4_moe": {"family": "glm4_moe", "tied": False, "experts": 4, "moe_intermediate": 16},
 }
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 67}
 TP2_PP2_EP2 = Parallel(tensor=2, pipeline=2, expert=2)
@@ -38,9 +43,12 @@ def model(request, tmp_path_factory) -> Path:
     made = create_model(Create(**SIZES | MODELS[request.param]), tmp_path_factory.mktemp("models"))
     generator = torch.Generator().manual_seed(1)
     tensors = {}
-    for name, tensor in load_file(made / "model.safetensors").items():
-        dtype = torch.float32 if name.endswith("norm.weight") else torch.bfloat16
-        tensors[name] = torch.randn(tensor.shape, generator=generator).to(dtype)
+    config = json.loads((made / "config.json").read_text())
+    if "num_nextn_predict_layers" in config:
+        (made / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    for name, size in hf_shapes(read_model(made), mtp=True).items():
+        dtype = torch.float32 if name.endswith(("norm.weight", "correction_bias")) else torch.bfloat16
+        tensors[name] = torch.randn(size, generator=generator).to(dtype)
     (made / "model.safetensors").unlink()
     names = sorted(tensors, key=lambda name: name[::-1])
     where = {}
@@ -91,6 +99,20 @@ def test_there_and_back(model, tmp_path):
     assert sums[0] == sums[1] == sums[2], "one checksum a tensor, whatever holds it"
     assert (tmp_path / "back" / "tokenizer.json").is_file() and (tmp_path / "one" / "config.json").is_file()
     assert {path.name for path in tmp_path.iterdir()} == {"one", "other", "back"}, "no staging is left"
+
+
+def test_layers_of_multi_token_prediction_are_whole_or_said_to_be_absent(tmp_path):
+    made = create_model(Create(**SIZES | MODELS["glm4_moe"]), tmp_path)
+    (made / "config.json").write_text(
+        json.dumps(json.loads((made / "config.json").read_text()) | {"num_nextn_predict_layers": 1})
+    )
+    assert "without layers of multi-token prediction" in run(made, tmp_path / "without", "megatron")
+    assert "without layers of multi-token prediction" in run(tmp_path / "without", tmp_path / "back", "hf")
+    tensors = load_file(made / "model.safetensors")
+    tensors["model.layers.3.enorm.weight"] = torch.ones(SIZES["hidden"])
+    save_file(tensors, made / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor model\.layers\.3\."):
+        run(made, tmp_path / "part", "megatron")
 
 
 def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):

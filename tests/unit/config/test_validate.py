@@ -195,6 +195,8 @@ def test_warnings_name_the_values() -> None:
     assert any("1280 tokens" in text and "64" in text for text in warnings)
     assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
     assert check_config(made(), ALONE).warnings == ()
+    large = parse_config({"model": {"path": str(LARGE / "glm_4_5")}, "parallel": {"tensor": 8}})
+    assert any("num_nextn_predict_layers=1" in text for text in check_config(large, ALONE).warnings)
 
 
 def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
