@@ -33,7 +33,8 @@ from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch
 
 Sizes = dict[str, int]  # of parallel
 DENSE: dict[int, list[Sizes]] = {
-    2: [{"context": 2}],
+    1: [{}],
+    2: [{}, {"context": 2}],
     4: [
         {},
         {"tensor": 2},
@@ -48,7 +49,8 @@ DENSE: dict[int, list[Sizes]] = {
     8: [{"tensor": 2, "pipeline": 2, "context": 2}],
 }
 SPARSE: dict[int, list[Sizes]] = {
-    2: [{"context": 2, "expert": 2}],
+    1: [{}],
+    2: [{}, {"context": 2, "expert": 2}],
     4: [
         {},
         {"tensor": 2},

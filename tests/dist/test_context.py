@@ -36,14 +36,6 @@ def assert_equal(cases: list[dict[str, Any]], *, experts: bool) -> None:
             assert case["layers"] * (0.1 * aux + 0.02 * z) == pytest.approx(case["true_terms"], rel=1e-4), name
 
 
-@pytest.mark.long
-def test_two_ranks_that_share_rows(tmp_path: Path) -> None:
-    found = ranks(tmp_path, 2, "dense", "sparse")
-    assert len(found["dense"]) == len(found["sparse"]) == 1
-    assert_equal(found["dense"], experts=False)
-    assert_equal(found["sparse"], experts=True)
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     return ranks(tmp_path_factory.mktemp("four"), 4)
@@ -87,8 +79,10 @@ def test_bias_of_the_routers_moves_alike(four: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_fewer_ranks_say_the_same(tmp_path: Path, world: int) -> None:
-    found = ranks(tmp_path, world, "plans")
-    assert len(found["plans"]) >= 4
+    found = ranks(tmp_path, world, "dense", "sparse", "plans")
+    assert len(found["dense"]) == len(found["sparse"]) == world and len(found["plans"]) >= 4
+    assert_equal(found["dense"], experts=False)
+    assert_equal(found["sparse"], experts=True)
     assert_equal(found["plans"], experts=True)
 
 
