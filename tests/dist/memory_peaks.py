@@ -83,12 +83,12 @@ class Device(TorchDispatchMode):
         return sum(storage.nbytes() for _, storage in live if storage is not None)
 
 
-def build(folder: Path, create: Mapping[str, Any], train: Mapping[str, Any]) -> Actor:
+def build(folder: Path, create: Mapping[str, Any], train: Mapping[str, Any], *, device: torch.device = DEVICE) -> Actor:
     algorithm = {"advantage": "none", "loss": "sft", "aggregation": "token-mean"}
     config = Config.model_validate({"stage": "sft", "train": {"lr": 1e-3, **train}, "algorithm": algorithm})
     model = create_model(Create(**create), folder)
     layout = Layout.of(config.parallel.sizes, 1, 0)
-    return Actor.build(config, read_model(model), layout, folder=model, device=DEVICE)
+    return Actor.build(config, read_model(model), layout, folder=model, device=device)
 
 
 def peaks(
