@@ -80,6 +80,8 @@ class _Folder:
             raise ValueError(
                 f"{self._folder}: {name} has shape {whole.get_shape()}, its config.json asks for at least {stop}"
             )
+        if whole.get_dtype() not in ("F64", "F32", "F16", "BF16"):  # without its scales it would be another number
+            raise ValueError(f"{self._folder}: {name} is {whole.get_dtype()}, quantised; name a copy of it in bf16")
         return whole[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
 
     def _file(self, tensor: str) -> Any:

@@ -130,7 +130,10 @@ def parse_model(raw: Any, where: str) -> ModelShape:
         raise ValueError(f"{where} holds a {type(raw).__name__}, not an object; name a Hugging Face model")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"{where}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"{where}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Another one needs a "
+            "table (CONTRIBUTING.md, 'Adding a model family'); Megatron-Bridge's are not read in this version"
+        )
     _refuse_unsupported(raw, where)
     values = _Values(raw, where)
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")

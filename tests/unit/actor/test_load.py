@@ -58,6 +58,9 @@ def test_faults_are_named(tmp_path: Path) -> None:
     save_file({"words": WORDS[:2].contiguous(), "gate": GATE}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"words has shape \[2, 2\]"):
         load_hf(parameters(), BOXES, tmp_path)
+    save_file({"words": WORDS.to(torch.float8_e4m3fn), "gate": GATE}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="words is F8_E4M3, quantised"):
+        load_hf(parameters(), BOXES, tmp_path)
 
 
 @pytest.mark.parametrize(
