@@ -5,6 +5,8 @@
 Both contenders run the same Publisher, with its checksums, over the same transport. The baseline does what most
 systems do, in its kindest form: every rank receives every tensor whole (planned, in buckets, no collective a tensor)
 and then copies the slices that its engine keeps. What is compared is what lies in the engines afterwards.
+
+What verification costs is shown by the same sync with nothing checked: no checksum of a bucket, nothing read back.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from megarl.config.create import hf_config
 from megarl.config.model import ModelShape, parse_model
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.weights.digest import differs, placed
+from megarl.weights import rounds
+from megarl.weights.digest import placed, write
 from megarl.weights.mapping import Box
 from megarl.weights.models import hf_shapes, megatron_boxes
 from megarl.weights.plan import Message
 from megarl.weights.publish import Publisher
 from megarl.weights.transports.collective import Collective
+from megarl.weights.transports.inprocess import InProcess
 
 __all__ = ["CASES", "Memory", "gathered", "sharded"]
 
@@ -55,15 +59,26 @@ CASES = tuple(
     )
     for model in MODELS
     for world in (4, 8)
+) + tuple(
+    Case(
+        f"checks of a sync, {model}, {'in process' if world == 1 else f'{world} ranks'}",
+        (
+            Contender("megarl, shard to shard", "megarl.bench.sync:sharded"),
+            Contender("megarl, nothing checked", "megarl.bench.sync:sharded", {"is_checked": False}),
+        ),
+        {"world": world, "model": model},
+    )
+    for model in MODELS
+    for world in (1, 4)
 )
 
 
-def sharded(world: int, model: str) -> Callable[[], Outcome]:
-    return _Ranks(world, model, gather=False).sync
+def sharded(world: int, model: str, is_checked: bool = True) -> Callable[[], Outcome]:
+    return _Ranks(world, model, gather=False, is_checked=is_checked).sync
 
 
 def gathered(world: int, model: str) -> Callable[[], Outcome]:
-    return _Ranks(world, model, gather=True).sync
+    return _Ranks(world, model, gather=True, is_checked=True).sync
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Memory:
 
     boxes: Sequence[Box]
     dtype: torch.dtype = torch.float32
+    is_checked: bool = True
     memory: dict[str, Tensor] = field(init=False)
     version: int | None = None
     begun: list[bool] = field(default_factory=list)  # of each sync: were places to be proven
@@ -90,8 +106,10 @@ class Memory:
             into = piece.destination
             here = self.memory[into.param].as_strided(piece.shape, into.strides, into.offset)
             part = flat[at : at + piece.numel].view(piece.shape)
-            here.copy_(part)
-            wrong += differs(here, part)
+            if self.is_checked:
+                wrong += write(part, here)
+            else:
+                here.copy_(part)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
             at += piece.numel
         return wrong
@@ -130,7 +148,7 @@ def held(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[B
 class _Ranks:
     """Processes that wait for a word to sync, and end with this one."""
 
-    def __init__(self, world: int, model: str, *, gather: bool) -> None:
+    def __init__(self, world: int, model: str, *, gather: bool, is_checked: bool) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -138,7 +156,8 @@ class _Ranks:
         self._pipes: list[Connection] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, port, model, gather, theirs), daemon=True)
+            arguments = (rank, world, port, model, gather, is_checked, theirs)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
         self._receive()  # all are ready
@@ -154,12 +173,15 @@ class _Ranks:
         return Outcome(np.array([kept for *_, kept in seen]), max(seconds for seconds, *_ in seen), figures)
 
 
-def _rank(rank: int, world: int, port: int, model: str, gather: bool, pipe: Connection) -> None:
+def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     shape = parse_model(hf_config(Create.model_validate(MODELS[model])), "model.create")
     shapes = hf_shapes(shape)
-    sources = [held(shape, TRAINER, world, r) for r in range(world)]
+    trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
+    if not is_checked:
+        rounds.digest = lambda flat: torch.zeros((), dtype=torch.int64)
+    sources = [held(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])
     for name, size in shapes.items():
@@ -167,7 +189,7 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, pipe: Conn
         for box in sources[rank]:
             if box.name == name:
                 view(parameters, box).copy_(_slice(whole, box))
-    engine = Memory(held(shape, Parallel(tensor=ENGINE), ENGINE, rank % ENGINE))
+    engine = Memory(held(shape, Parallel(tensor=tensor), tensor, rank % tensor), is_checked=is_checked)
     receiver = engine
     if gather:
         receiver = Memory([Box(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()])
@@ -176,8 +198,8 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, pipe: Conn
         expected=shapes,
         parameters=lambda: parameters,
         receiver=receiver,
-        replica_ranks=1 if gather else ENGINE,
-        transport=Collective(),
+        replica_ranks=1 if gather else tensor,
+        transport=Collective() if world > 1 else InProcess(),
         dtype=torch.float32,
         bucket_bytes=BUCKET_BYTES,
     )

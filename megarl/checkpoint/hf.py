@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.types import CheckFailed
-from megarl.weights.digest import differs, placed
+from megarl.weights.digest import placed, write
 from megarl.weights.mapping import Box
 from megarl.weights.plan import Boxes, Message
 from megarl.weights.publish import Publisher
@@ -135,9 +135,7 @@ class _File:
         for piece in message.pieces:
             view = piece.destination
             here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
-            part = flat[at : at + piece.numel].view(piece.shape)
-            here.copy_(part)
-            wrong += differs(here, part)
+            wrong += write(flat[at : at + piece.numel].view(piece.shape), here)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
             at += piece.numel
         return wrong

@@ -6,7 +6,7 @@ digest(flat)         of a bucket: its 64-bit words as rows of 1024; the sums of 
 placed(part, start)  of a part of a tensor: each word weighs what its place in the whole tensor says, so the parts'
                      sums add up to the whole's, however it is cut: "the right slice in the right place", without
                      a full tensor anywhere
-differs(one, other)  where both are at hand: bit by bit
+write(part, into)    where both sides are at hand: copied, read back, compared bit by bit
 
 Plain integer sums and xor miss swapped slices, which is the very fault a resharding can have. No claim against an
 adversary.
@@ -17,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["differs", "digest", "placed"]
+__all__ = ["digest", "placed", "write"]
 
 ROW = 1 << 10  # 64-bit words
 ROWS = 1 << 5  # summed both ways while they are in a CPU core's cache: 256 KiB
 BLOCK = 1 << 14  # 32-bit words
 STRIP = {"cpu": 4, "cuda": 512}  # blocks whose widened words exist at once: 512 KiB stay in a core's cache
+STRIP_BYTES = 1 << 18
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,12 +53,27 @@ def _halves(sums: Tensor, table: int) -> Tensor:
     return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
 
 
-def differs(one: Tensor, other: Tensor) -> Tensor:
-    """int64 scalar, 1 when two tensors of one shape and dtype differ in a bit; a GPU is not waited for."""
-    one, other = (x.view(INTEGERS[x.element_size()]) for x in (one, other))  # NaN equals NaN, -0 is not 0
-    if one.device.type == "cpu":
-        return torch.tensor(int(not torch.equal(one, other)))
-    return (one != other).any().to(torch.int64)
+def write(part: Tensor, into: Tensor) -> Tensor:
+    """Copy `part` to `into`, of its shape and dtype; int64 scalar, 1 when a bit of it reads back otherwise.
+
+    On a CPU while it is in the cache; a GPU is not waited for.
+    """
+    if part.device.type == "cpu" and part.dim() and part.numel():
+        lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
+        pairs = zip(part.split(lines), into.split(lines), strict=True)
+        return torch.tensor(sum(_write_strip(*pair) for pair in pairs))
+    into.copy_(part)
+    return (_integers(into) != _integers(part)).any().to(torch.int64)
+
+
+def _write_strip(part: Tensor, into: Tensor) -> bool:
+    into.copy_(part)
+    return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())  # vectorised, as torch.equal is not
+
+
+def _integers(x: Tensor) -> Tensor:
+    """The bits of it: NaN equals NaN, and -0 is not 0."""
+    return x.view(INTEGERS[x.element_size()])
 
 
 def placed(part: Tensor, start: Sequence[int]) -> Tensor:

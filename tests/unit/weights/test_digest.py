@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.weights.digest import digest, placed
+from megarl.weights.digest import digest, placed, write
 
 SIZES = (1, 3, 1 << 14, (1 << 14) + 1, 100_003, 3 << 20)  # below, at and beyond a block and a strip
 
@@ -103,3 +103,22 @@ def test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree():
 def test_scalars_and_nothing():
     assert int(placed(torch.tensor(3.0), ())) != int(placed(torch.tensor(4.0), ()))
     assert int(placed(torch.zeros(0, 4), (0, 0))) == 0
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (300_000,), (1000, 3, 129)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_what_is_written_is_read_back(shape, dtype):
+    part = torch.randn(shape).to(dtype)
+    if part.numel():
+        part.view(-1)[0] = float("nan")
+    memory = torch.zeros(*shape[:-1], 2 * shape[-1]).to(dtype) if shape else torch.zeros(()).to(dtype)
+    into = memory[..., : shape[-1]] if shape else memory
+    assert int(write(part, into)) == 0
+    assert torch.equal(into.float().nan_to_num(), part.float().nan_to_num())
+
+
+def test_memory_that_is_written_twice_is_seen():
+    into = torch.zeros(5).as_strided((4, 2), (1, 1))  # elements that share a place: the last to come stays
+    assert int(write(torch.arange(8.0).view(4, 2), into)) == 1
+    twice = torch.zeros(1 << 17).as_strided((2, 1 << 17), (0, 1))  # strips of their own
+    assert int(write(torch.randn(2, 1 << 17), twice)) == 0, "each is read back as soon as it is written"
