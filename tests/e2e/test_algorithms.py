@@ -174,13 +174,21 @@ def test_steps_and_an_outcome_beside_them(runs: dict[str, Rows]) -> None:
 
 
 def test_two_ranks_say_the_same_as_one(runs: dict[str, Rows], tmp_path: Path) -> None:
-    """Greedy samples, refills, step rewards and selections come to every rank alike."""
+    """Greedy samples, refills, step rewards and selections come to every rank alike.
+
+    After an update weights differ by rounding, so once in a while another token is sampled: then the second step trains
+    on other samples, and says nothing.
+    """
+    same_samples = 0
     for name, rows in run_cases(tmp_path, "spread", ranks=2).items():
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             here, one = rows[step], runs[name][step]
-            assert here["rollout/digest"] == one["rollout/digest"] or step, name
-            for key in ("loss", "grad_norm", "reward/mean"):
-                assert here[key] == pytest.approx(one[key], rel=tolerance, abs=1e-6), f"{name} step {step} {key}"
+            if step == 0 or here["rollout/digest"] == one["rollout/digest"]:
+                same_samples += step
+                for key in ("loss", "grad_norm", "reward/mean"):
+                    assert here[key] == pytest.approx(one[key], rel=tolerance, abs=1e-6), f"{name} step {step} {key}"
+            assert step or here["rollout/digest"] == one["rollout/digest"], name
+    assert same_samples > len(SPREAD) // 2
     assert set(SPREAD) <= {folder.name for folder in tmp_path.iterdir()}
 
 
