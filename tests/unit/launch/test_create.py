@@ -19,6 +19,7 @@ FAMILIES = [
     Create(family="qwen3_moe", experts=4),
     Create(family="llama", head_dim=32, tied=False),
     Create(family="mixtral", experts=4, tied=False),
+    Create(family="gpt_oss", experts=4, tied=False),
     Create(family="deepseek_v3", experts=4, tied=False),
     Create(family="glm4_moe", experts=4, tied=False),
 ]
