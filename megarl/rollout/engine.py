@@ -171,8 +171,10 @@ class Engine:
     def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
         """One sample a request, in their order.
 
-        Raises CheckFailed when the engine does not hold `version`, ValueError when a prompt does not fit.
+        Raises CheckFailed when the engine sleeps or does not hold `version`, ValueError when a prompt does not fit.
         """
+        if self._asleep and self.receiver.version == version:
+            raise CheckFailed(f"the engine is asleep ({' and '.join(self._asleep)} off the device): wake it first")
         if self.receiver.state != "ready" or self.receiver.version != version:
             raise CheckFailed(
                 f"the engine holds no verified weights of version {version} "

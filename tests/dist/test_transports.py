@@ -3,7 +3,7 @@
 The checks that are worth having, each traced to a bug of another system, and where each is tested (a GPU's: marked):
 
  1 two syncs in a row with changed weights         dist/test_sync.py check_model ("again", "stale")
- 2 sleep, then generate without a sync             dist/test_sync.py check_model ("before"); gpu/test_gpu_checks.py
+ 2 sleep, then generate without a sync             dist/test_sync.py check_model ("before"); gpu/test_gpu_roles.py
  3 names expected are names loaded                 dist/test_sync.py test_faults ("missing tensor"), test_plan.py
  4 tied embeddings over the pipeline               dist/test_sync.py (qwen3, pp2), test_convert.py (qwen3)
  5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/weights/test_mapping.py
@@ -12,10 +12,10 @@ The checks that are worth having, each traced to a bug of another system, and wh
  8 temperature, top-p                              dist/test_sync.py (0.7 and greedy), unit/config/test_validate.py
  9 saved twice, resumed                            e2e/test_resume.py
 10 HF -> Megatron -> HF bit for bit                unit/checkpoint/test_convert.py, dist/test_convert.py
-11 an engine killed in a sync                      here: test_a_dead_rank_is_named
+11 an engine killed in a sync                      here: test_a_dead_rank_is_named, dist/test_sync.py (dies)
 12 a tensor larger than a bucket, a bucket full    here: test_no_buffer_is_larger_than_two_buckets, test_plan.py
 13 the order of transfers on all ranks             here: test_ranks_agree_on_the_order
-14 padding of packed rows, for FP8 too             unit/actor/test_microbatch.py; gpu/test_gpu_checks.py
+14 padding of packed rows, for FP8 too             unit/actor/test_microbatch.py; gpu/test_gpu_roles.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""Checks that need a GPU: an engine that slept, and rows that are padded before they are trained on.
+
+Each runs in a process of its own, as engine and trainer take a whole device.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megarl.actor.actor import Actor
+from megarl.actor.microbatch import pack
+from megarl.config.model import read_model
+from megarl.config.schema import Config
+from megarl.layout import Axis, Layout
+from megarl.platform.env import Env
+from megarl.types import CheckFailed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from actor_cases import load_model, oracle_logprobs, random_batch, save_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+DEVICE = torch.device("cuda", 0)
+
+
+def join(folder: str) -> None:
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+def _sleeps(_: int, folder: str, level: int) -> None:
+    """Level 1 keeps weights on the host: the same answers after it. Level 2 drops them: no answers before a sync."""
+    from sync_ranks import CONFIGS, SIZES, Request, holder
+
+    from megarl.rollout.engine import Engine, EngineSpec
+    from megarl.types import Prompt
+    from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
+    from megarl.weights.publish import Publisher
+    from megarl.weights.transports.inprocess import InProcess
+
+    join(folder)
+    kind, config = CONFIGS["llama"]
+    model_config = kind(**SIZES | config)
+    model_config.architectures = ["LlamaForCausalLM"]
+    model_config.save_pretrained(folder)
+    shape = read_model(Path(folder))
+    shapes = hf_shapes(shape)
+    spec = EngineSpec(
+        folder, (1,), 16, 256, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, sleep=level
+    )
+    engine = Engine.start(spec, Env(job_id="sleep"), shapes=shapes)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
+    layout = Layout.of(Config().parallel.sizes, 1, 0)
+    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
+    held = {name: value.bfloat16().to(DEVICE) for name, value in holder(boxes, weights).items()}
+    publisher = Publisher.connect(
+        sources=[boxes],
+        expected=shapes,
+        parameters=lambda: held,
+        receiver=engine.receiver,
+        replica_ranks=1,
+        transport=InProcess(),
+        dtype=torch.bfloat16,
+    )
+    requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
+
+    def answers(version: int) -> list[tuple[list[int], list[float]]]:
+        samples = engine.sample(requests, version=version)
+        return [(sample.tokens.tolist(), sample.rollout_logprobs.tolist()) for sample in samples]
+
+    publisher.publish(version=0)
+    before = answers(0)
+    engine.sleep()
+    with pytest.raises(CheckFailed, match=r"asleep|no verified weights"):
+        answers(0)
+    engine.wake("weights")
+    if level == 1:
+        engine.wake("kv_cache")
+        assert answers(0) == before
+    else:
+        with pytest.raises(CheckFailed, match="no verified weights"):
+            answers(0)
+        publisher.publish(version=1)
+        engine.wake("kv_cache")
+        assert answers(1) == before
+    engine.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_then_generate_without_a_sync(tmp_path: Path, level: int) -> None:
+    mp.spawn(_sleeps, (str(tmp_path), level), 1)
+
+
+def _pads(_: int, folder: str) -> None:
+    """Log-probs do not depend on how rows are packed, so not on the padding behind them; dummies are not trained on."""
+    join(folder)
+    path = save_model("qwen3", Path(folder))
+    config = Config.model_validate({"model": {"path": str(path)}, "train": {"dtype": "bf16"}})
+    batch = random_batch(num_rows=7)
+    expected, found = oracle_logprobs(load_model(path), batch), []
+    for tokens in (64, 4096):
+        settings = config.model_copy(
+            update={"train": config.train.model_copy(update={"max_tokens_per_microbatch": tokens})}
+        )
+        actor = Actor.build(
+            settings, read_model(path), Layout.of(Config().parallel.sizes, 1, 0), folder=path, device=DEVICE
+        )
+        found.append(actor.logprobs(batch).cpu())
+        assert float((found[-1] - expected)[batch.mask].abs().max()) < 0.3, "bf16, log-probs of some nats"
+        actor.close()
+    assert float((found[0] - found[1])[batch.mask].abs().max()) < 0.1
+    dist.destroy_process_group()
+
+
+def test_padding_changes_no_logprob(tmp_path: Path) -> None:
+    mp.spawn(_pads, (str(tmp_path),), 1)
+
+
+@pytest.mark.parametrize("multiple", [16, 32, 128])
+@pytest.mark.parametrize("context", [1, 2])
+def test_fp8_takes_rows_padded_to_its_multiple(multiple: int, context: int) -> None:
+    """What packing gives is what an FP8 product takes; the last row's padding is no token of the loss."""
+    te = pytest.importorskip("transformer_engine.pytorch")
+    batch = random_batch(num_rows=5)
+    rows = range(5)
+    micros = [pack(batch, rows, tensor=multiple, context=Axis(context, r), device=DEVICE) for r in range(context)]
+    total = sum(micro.tokens.numel() for micro in micros)
+    assert total % (multiple * (2 * context if context > 1 else 1)) == 0
+    assert sum(micro.labels.numel() for micro in micros) == int(batch.mask.sum()), "each trained token on one rank"
+    layer = te.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
+    with te.fp8_autocast(enabled=True):
+        for micro in micros:
+            out = layer(torch.randn(micro.tokens.numel(), 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True))
+            out.float().square().mean().backward()
+    assert layer.weight.grad is not None and bool(layer.weight.grad.isfinite().all())
