@@ -8,6 +8,7 @@ always computes it. The output compared is log-probs, entropy, both gradients (e
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ from megarl.layout import Layout, Parallel
 __all__ = ["CASES", "megatrons", "ours", "plain", "plain_forward", "trls", "verls_fused", "verls_logits"]
 
 VOCAB = 151_936
+LARGE = 4096  # tokens from which on a call takes so long that it is made once
 HERE = "megarl.bench.logprobs"
 OURS = Contender("megarl", f"{HERE}:ours")
 VERL = Contender("verl fused", f"{HERE}:verls_fused")
@@ -54,6 +56,7 @@ CASES = (
     *(_recompute(entropy) for entropy in ("none", "value", "gradient")),
     _case("plain", *PLAIN, tokens=256, hidden=256, entropy="none"),
     _case("memory", VERL, TRL, FORWARD, tokens=16384, hidden=64, entropy="none"),
+    _case("memory, a quarter", PLAIN[-1], tokens=LARGE, hidden=64, entropy="none"),  # whole, it would take 30 GB
 )
 
 
@@ -88,7 +91,7 @@ def _call(tokens: int, hidden: int, entropy: str, read: LogProbs) -> Callable[[]
         return Outcome(torch.cat(kept).numpy())
 
     # one call of the largest case takes half a minute: its figure is the first call's, which is what memory is of
-    return cache(_timed(call)) if tokens > 4096 else call
+    return cache(_timed(call)) if tokens >= LARGE else call
 
 
 def _timed(call: Callable[[], Outcome]) -> Callable[[], Outcome]:
@@ -173,3 +176,4 @@ def plain_forward(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcom
 def _one_rank() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
