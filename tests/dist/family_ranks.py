@@ -35,7 +35,8 @@ ALL_AXES = {"tensor": 2, "pipeline": 2, "expert": 2}
 
 def layouts(world: int) -> list[tuple[str, dict[str, int]]]:
     if world == 8:
-        return [(model, ALL_AXES) for model in SPARSE] + [("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
+        every = [(model, ALL_AXES) for model in [*SPARSE, "gpt_oss@5"]]
+        return [*every, ("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
     dense = [(model, parallel) for model in DENSE for parallel in DENSE_LAYOUTS]
     sparse = [(model, parallel) for model in SPARSE for parallel in SPARSE_LAYOUTS]
     return dense + sparse + [("gpt_oss@5", parallel) for parallel in GPT_OSS] + [("qwen3_yarn@5", {"tensor": 2})]
