@@ -25,14 +25,15 @@ def sft(folder: Path, name: str, steps: int, *overrides: str) -> dict[str, torch
     return load_file(folder / name / "hf" / "model.safetensors")
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder: Path, name: str = "loss") -> dict[int, float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {row["step"]: row["loss"] for row in map(json.loads, lines)}
+    return {row["step"]: row[name] for row in map(json.loads, lines)}
 
 
 @pytest.mark.long
 def test_resume(tmp_path: Path) -> None:
     whole = sft(tmp_path, "whole", 4)
+    assert min(losses(tmp_path / "whole", "memory/train/peak_gb").values()) > 0.1, "each phase reports its peak"
     for name in ("again", "other_layout", "fresh"):  # as if each had been stopped after its second checkpoint's step
         shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", tmp_path / name / "checkpoints" / "step_2")
 
