@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "Device", "peak_gb", "pick_device", "reset_peak"]
+__all__ = ["DTYPES", "Device", "free_host_bytes", "peak_gb", "pick_device", "reset_peak"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 
@@ -39,6 +39,15 @@ def pick_device(local_rank: int = 0) -> Device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return Device(device, "nccl")
+
+
+def free_host_bytes() -> int | None:
+    """What processes of this machine can still take without swapping; None where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def reset_peak(device: torch.device) -> None:

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.mapping import Box, by_pairs
 from megarl.weights.models.engine import disagreement
@@ -101,8 +102,10 @@ class Publisher:
         fp32: frozenset[str] = frozenset(),
         places: Places | None = None,
         is_staged: bool = True,
+        node_ranks: int = 1,
     ) -> None:
         self._places = places
+        self._node_ranks = node_ranks
         self._is_staged = is_staged
         self._receiver = receiver
         self._transport = transport
@@ -161,7 +164,8 @@ class Publisher:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
         places = Places.of(list(expected), sources, destinations, replica_ranks, dtype, frozenset(paired))
-        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places, is_staged)
+        near = node_ranks or transport.world
+        return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places, is_staged, near)
 
     @property
     def plan(self) -> Plan:
@@ -173,7 +177,7 @@ class Publisher:
         with _leaving(KEEPS):
             self._transport.roll_call(f"the sync of weights, version {version}")
             parameters = self._parameters()
-            self._agree(self._lacking(parameters))
+            self._agree(self._lacking(parameters) or self._no_room())
             staged = self._stage(parameters) if self._is_staged else None
         places = self._places if not self._proven or (self._probe is not None and self._probe.always) else None
         self._receiver.begin(places=places is not None)
@@ -208,6 +212,18 @@ class Publisher:
                 )
                 return f"parameter {name} has {seen}; the plan reads {numel} contiguous words of {expected}"
         return None
+
+    def _no_room(self) -> str | None:
+        """Before the kernel says so in its own way. All ranks of the node take about as much, all at once."""
+        if not self._is_staged or self._staging_device().type == "cuda":
+            return None
+        needed, free = self._node_ranks * self.rounds.bytes_arriving, free_host_bytes()
+        if free is None or needed <= free:
+            return None
+        return (
+            f"what {self._node_ranks} ranks of a node receive is staged in {needed / 1e9:.1f} GB of host memory, of "
+            f"which {free / 1e9:.1f} GB are free; give the node more, or set sync.staged=false"
+        )
 
     def _stage(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Every bucket that comes from another rank, by its number, all as they were sent."""

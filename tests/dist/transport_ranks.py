@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -270,6 +271,12 @@ def main(folder: Path) -> None:
     seen["late seconds"], seen["after late"] = time.perf_counter() - began, case.engine.version
 
     dist.barrier()
+    case = Case(Parallel(tensor=2), 1, Recorded(), full)
+    case.publisher.publish(version=1)
+    with patch("megarl.weights.publish.free_host_bytes", lambda: 1000 if rank == 1 else 1 << 40):
+        seen["no room"] = refused(lambda: case.publisher.publish(version=2))
+    seen["after no room"] = case.engine.version
+
     case = Case(Parallel(tensor=2, pipeline=2), 2, Recorded(timeout_s=5.0), full)
     case.publisher.publish(version=1)
     seen["proven"] = sum(case.engine.begun)
