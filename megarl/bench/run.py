@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.bench.frame import Result, run_case
 from megarl.bench.names import BENCHES, cases
-from megarl.bench.table import machine, show, write_json
+from megarl.bench.table import machine, show, show_run, write_json
 
 __all__ = ["bench", "describe"]
 
@@ -32,10 +32,12 @@ def bench(names: Sequence[str], *, only: str = "", rounds: int = 3, json_file: P
     run: dict[str, Any] = {"rounds": rounds, "before": machine()}
     results: list[Result] = []
     for case in chosen:
-        results += run_case(case, rounds=rounds, say=lambda text: print(text, file=sys.stderr))
-    run["after"] = machine()
-    show(results, run)
-    if json_file is not None:
-        write_json(json_file, results, run)
+        found = run_case(case, rounds=rounds, say=lambda text: print(text, file=sys.stderr))
+        run["after"] = machine()
+        results += found
+        show(found)
+        if json_file is not None:  # after every case: whoever stops a long bench keeps what it has found
+            write_json(json_file, results, run)
+    show_run(results, run)
     failed = any(result.seconds is None and result.contender == "megarl" for result in results)
     return not failed and all(result.is_equal for result in results)

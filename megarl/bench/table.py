@@ -16,7 +16,7 @@ from rich.table import Table
 from megarl.bench.frame import Result
 from megarl.platform.env import is_interactive
 
-__all__ = ["machine", "show", "write_json"]
+__all__ = ["machine", "show", "show_run", "write_json"]
 
 
 def machine() -> dict[str, Any]:
@@ -30,15 +30,9 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def show(results: Sequence[Result], run: dict[str, Any]) -> None:
-    """`run`: rounds, and the machine before and after."""
-    before, after = run["before"], run["after"]
-    versions: dict[str, str] = {}
-    for result in results:
-        versions |= result.versions
-    console = Console(width=None if is_interactive() else 160)
+def show(results: Sequence[Result]) -> None:
+    """One case."""
     columns = (
-        "case",
         "threads",
         "contender",
         "median ms",
@@ -48,29 +42,38 @@ def show(results: Sequence[Result], run: dict[str, Any]) -> None:
         "peak MiB",
         "output",
     )
-    table = Table(*columns)
-    for row, result in enumerate(results):
-        if row and results[row - 1].case != result.case:
-            table.add_section()
+    table = Table(*columns, title=results[0].case, title_justify="left")
+    for result in results:
         table.add_row(*_cells(result))
-    console.print(table)
+    _console().print(table)
+
+
+def show_run(results: Sequence[Result], run: dict[str, Any]) -> None:
+    """`run`: rounds, and the machine before and after."""
+    before, after = run["before"], run["after"]
+    versions: dict[str, str] = {}
+    for result in results:
+        versions |= result.versions
     for line in (
         f"Medians of {run['rounds']} fresh processes a contender.",
         f"{before['cpus']} x {before['cpu']}, load {before['load'][0]} before and {after['load'][0]} after.",
         ", ".join(f"{name} {number}" for name, number in versions.items()),
     ):
-        console.print(line, highlight=False)
+        _console().print(line, highlight=False)
+
+
+def _console() -> Console:
+    return Console(width=None if is_interactive() else 160)
 
 
 def _cells(result: Result) -> tuple[str, ...]:
     if result.seconds is None or result.fastest_s is None or result.slowest_s is None:
-        return (result.case, str(result.threads), result.contender, *"-----", result.note)
+        return (str(result.threads), result.contender, *"-----", result.note)
     over = "" if result.speedup is None else f"{result.speedup:.2f}x"
     if result.speedup is not None and result.at_least is not None:
         over += f" ({'>=' if result.speedup >= result.at_least else 'BELOW'} {result.at_least:g}x)"
     figures = [f"{name} {value:.4g}" for name, value in result.figures.items()]
     return (
-        result.case,
         str(result.threads),
         result.contender,
         f"{result.seconds * 1e3:.2f}",
