@@ -68,24 +68,26 @@ class Groups:
 
     group_V: Tensor  # [V] int64, dense
     valid_V: Tensor  # [V] bool
+    bucket_V: Tensor  # [V] int64: the group, one beyond the last of them for values that are not valid
     num_groups: int
     size_V: Tensor  # [V] fp64: valid values of each one's group
 
     @classmethod
     def of(cls, group_V: Tensor, valid_V: Tensor) -> Groups:
         ids, dense_V = torch.unique(group_V, return_inverse=True)
-        sizes_G = torch.bincount(dense_V[valid_V], minlength=ids.numel()).double()
-        return cls(dense_V, valid_V, ids.numel(), sizes_G[dense_V])
+        bucket_V = torch.where(valid_V, dense_V, ids.numel())
+        sizes_G = torch.bincount(bucket_V, minlength=ids.numel() + 1).double()
+        return cls(dense_V, valid_V, bucket_V, ids.numel(), sizes_G[dense_V])
 
     def sum(self, x_V: Tensor) -> Tensor:
-        """[V]: the sum over the valid values of each one's group."""
-        zeros_G = torch.zeros(self.num_groups, dtype=x_V.dtype, device=x_V.device)
-        return zeros_G.index_add(0, self.group_V, clean(x_V, self.valid_V))[self.group_V]
+        """[V] fp64: the sum over the valid values of each one's group."""
+        x_V = x_V.double()
+        return x_V.new_zeros(self.num_groups + 1).index_add_(0, self.bucket_V, x_V)[self.group_V]
 
     def mean(self, x_V: Tensor) -> Tensor:
-        size_V = self.size_V.clamp(min=1)
-        mean_V = self.sum(x_V.double()) / size_V
-        return mean_V + self.sum(x_V.double() - mean_V) / size_V  # the second pass takes back the rounding
+        x_V, size_V = x_V.double(), self.size_V.clamp(min=1)
+        mean_V = self.sum(x_V) / size_V
+        return mean_V + self.sum(x_V - mean_V) / size_V  # the second pass takes back the rounding
 
     def std(self, x_V: Tensor, mean_V: Tensor, *, biased: bool) -> Tensor:
         """[V], around the means of the groups; 0 for a group of one."""
@@ -94,7 +96,5 @@ class Groups:
 
     def is_flat(self, x_V: Tensor, mean_V: Tensor) -> Tensor:
         """[V] bool: all valid values of the group are the same number, but for rounding."""
-        off_V = clean((x_V.double() - mean_V).abs(), self.valid_V)
-        off_G = torch.zeros(self.num_groups, dtype=off_V.dtype, device=off_V.device)
-        off_G = off_G.scatter_reduce(0, self.group_V, off_V, "amax")
-        return off_G[self.group_V] <= 1e-12 * mean_V.abs().clamp(min=1)
+        off_V = (x_V.double() - mean_V).abs() > 1e-12 * mean_V.abs().clamp(min=1)
+        return self.sum(off_V) == 0
