@@ -189,7 +189,8 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
         for box in sources[rank]:
             if box.name == name:
                 view(parameters, box).copy_(_slice(whole, box))
-    engine = Memory(held(shape, Parallel(tensor=tensor), tensor, rank % tensor), is_checked=is_checked)
+    slices = Parallel(tensor=tensor, expert_tensor=tensor)  # as vLLM: every rank keeps a slice of every expert
+    engine = Memory(held(shape, slices, tensor, rank % tensor), is_checked=is_checked)
     receiver = engine
     if gather:
         receiver = Memory([Box(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()])
