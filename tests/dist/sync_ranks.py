@@ -111,7 +111,7 @@ class Reference:
         self.shapes = hf_shapes(shape)
         self.weights: dict[str, Tensor] = {}
         self._folder = home / f"reference_{dist.get_rank()}"
-        self._folder.mkdir()
+        self._folder.mkdir(exist_ok=True)
         shutil.copy(home / "config.json", self._folder)
         self.change(0)
 
