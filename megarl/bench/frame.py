@@ -153,6 +153,7 @@ def _result(
     if label in notes:
         return Result(case.name, label, threads, note=notes[label])
     seconds = [answer["seconds"][str(threads)] for answer in told]
+    cpu_seconds = [s for answer in told if (s := answer["cpu_seconds"][str(threads)]) is not None]
     peaks = [answer["peak_bytes"] for answer in told if answer["peak_bytes"] is not None]
     is_equal, note = compared.get(label, (True, ""))
     return Result(
@@ -162,7 +163,7 @@ def _result(
         seconds=median(seconds),
         fastest_s=min(seconds),
         slowest_s=max(seconds),
-        cpu_seconds=median(answer["cpu_seconds"][str(threads)] for answer in told),
+        cpu_seconds=median(cpu_seconds) if cpu_seconds else None,
         peak_bytes=int(median(peaks)) if case.with_memory and peaks else None,
         figures=told[-1]["figures"],
         versions=told[-1]["versions"],

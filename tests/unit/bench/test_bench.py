@@ -68,6 +68,7 @@ def request(function: str, output: Path | None = None) -> dict:
 def test_a_contender_tells_its_time_memory_and_output(contenders: None, tmp_path: Path) -> None:
     told = contender.main(request("contenders:slow", tmp_path / "out.npy"))
     assert told["seconds"] == {str(THREADS): 0.25}, "it measures itself"
+    assert told["cpu_seconds"] == {str(THREADS): None}, "what works then is not known"
     assert told["figures"] == {"blocks": 1.0}
     assert told["peak_bytes"] > 20 << 20
     assert told["versions"].keys() >= {"python", "torch", "megarl"}
