@@ -39,9 +39,12 @@ def sums_to_end(x_K: Tensor, bounds: np.ndarray, *, decay: float = 1.0) -> Tenso
 
 def _through(x: np.ndarray, lengths: np.ndarray) -> np.ndarray | None:
     """[spans] fp64: one running sum through all rows; None where it gets too large to be taken off again."""
+    if not x.size:
+        return None
     running = torch.from_numpy(x.astype(np.float64)).cumsum_(0)
-    if not (x.size and max(-(bounds := running.aminmax()).min.item(), bounds.max.item()) <= LARGE):
-        return None  # nor where it is not a number
+    low, high = (bound.item() for bound in running.aminmax())
+    if not max(-low, high) <= LARGE:  # nor where it is not a number
+        return None
     y = running.numpy()
     firsts = lengths.cumsum() - lengths
     before = np.where(firsts > 0, y[firsts - 1], 0)
