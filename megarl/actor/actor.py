@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megarl.actor.bridged import Bridged
 from megarl.actor.build import Groups, build_model, destroy_parallel, held_tensors, init_parallel, padded_vocab
 from megarl.actor.forward import Reading, run
 from megarl.actor.load import load_hf
@@ -36,7 +38,7 @@ from megarl.layout import Layout
 from megarl.platform.device import DTYPES
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
 from megarl.weights.mapping import Box
-from megarl.weights.models import megatron_boxes
+from megarl.weights.models import hf_shapes, megatron_boxes
 
 __all__ = ["Actor"]
 
@@ -58,6 +60,7 @@ class Actor:
     reference: Reference | None  # None: the objective has no reference term
     router_terms: RouterTerms | None  # None: no experts, or nothing is asked of their routers
     memory: Memory
+    recorded: list[list[Box]] | None = None  # [rank]; None: the family has a table, which says it
 
     @classmethod
     def build(
@@ -66,21 +69,18 @@ class Actor:
         """The model of `folder` in this layout; torch.distributed must be initialised. Every rank must call."""
         use_te = device.type == "cuda"
         groups = init_parallel(config.parallel.sizes, layout, seed=config.run.seed)
-        settings = transformer_config(
-            shape, layout, dtype=DTYPES[config.train.dtype], dispatcher=config.moe.dispatcher, use_te=use_te
-        )
-        recompute(settings, config.train.recompute, config.train.recompute_modules)
-        model = build_model(shape, layout, settings, use_te=use_te)
+        model, recorded = _model(config, shape, layout, use_te=use_te)
         if is_checkpoint(Path(folder)):  # what `megarl convert --to megatron` made; before the optimizer is built
             load_weights(model, Path(folder))
         else:
-            load_hf(held_tensors(model), _boxes(shape, layout, use_te=use_te), folder)
+            boxes = recorded[layout.rank] if recorded else _boxes(shape, layout, use_te=use_te)
+            load_hf(held_tensors(model), boxes, folder)
         chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, config.train)
         terms = RouterTerms(chunks, config.moe, shape, layout.tp) if shape.is_moe and config.moe.acts else None
         scheduler = LrSchedule(config.train)
         memory = Memory(chunks, optimizer, offload=config.train.offload, device=device)
-        actor = cls(config, shape, layout, groups, device, chunks, optimizer, scheduler, None, terms, memory)
+        actor = cls(config, shape, layout, groups, device, chunks, optimizer, scheduler, None, terms, memory, recorded)
         if config.algorithm.needs_reference:
             actor.reference = Reference.of(actor.parameters_by_name())
         return actor
@@ -101,9 +101,19 @@ class Actor:
 
     def boxes_of_ranks(self) -> list[list[Box]]:
         """[rank] -> where that rank's parameters hold HF tensors; the same on every rank."""
+        if self.recorded is not None:
+            return self.recorded
         sizes, use_te = self.config.parallel.sizes, self.device.type == "cuda"
         layouts = [Layout.of(sizes, self.layout.world, rank) for rank in range(self.layout.world)]
         return [_boxes(self.shape, layout, use_te=use_te) for layout in layouts]
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint that is trained, with its full shape."""
+        shapes = hf_shapes(self.shape)
+        if self.recorded is None:
+            return shapes
+        held = {box.name for boxes in self.recorded for box in boxes}
+        return {name: size for name, size in shapes.items() if name in held}
 
     def logprobs(self, batch: TrainBatch) -> LogProbs:
         """Log-probs of `labels` under the current weights, and under the reference where there is one."""
@@ -208,6 +218,21 @@ class Actor:
         run(self.model, microbatches, self._reading(batch, entropy=False), keep, train=False)
         dist.all_reduce(found)
         return found.cpu()
+
+
+def _model(
+    config: Config, shape: ModelShape, layout: Layout, *, use_te: bool
+) -> tuple[list[GPTModel], list[list[Box]] | None]:
+    """This rank's chunks, and what every rank holds where no table says it."""
+    train, how = config.train, {"dtype": DTYPES[config.train.dtype], "dispatcher": config.moe.dispatcher}
+    if shape.bridge is None:
+        settings = transformer_config(shape, layout, **how, use_te=use_te)
+        recompute(settings, train.recompute, train.recompute_modules)
+        return build_model(shape, layout, settings, use_te=use_te), None
+    bridged = Bridged.of(shape, layout, **how, use_te=use_te)
+    recompute(bridged.provider, train.recompute, train.recompute_modules)
+    chunks = bridged.build()
+    return chunks, bridged.boxes_of_ranks(chunks)
 
 
 def _boxes(shape: ModelShape, layout: Layout, *, use_te: bool) -> list[Box]:

@@ -33,6 +33,7 @@ __all__ = [
     "build_model",
     "destroy_parallel",
     "expert_parameters",
+    "finish_chunk",
     "held_tensors",
     "init_parallel",
     "output_weight",
@@ -160,10 +161,15 @@ def _build_chunk(
     )
     if shape.rope_scaling and shape.latent is None:
         model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+    finish_chunk(model, layout, last=last)
+    return model
+
+
+def finish_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
+    """What the actor asks of every chunk, whoever built it."""
     if last:
         model.output_layer.forward = _hand_through  # pyright: ignore[reportAttributeAccessIssue]
     _mark_replicated_experts(model, layout)
-    return model
 
 
 def held_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from megarl.actor.rope import yarn_factor
 from megarl.config.model import Latent, ModelShape
 from megarl.layout import Axis, Layout, stage_layers
 
-__all__ = ["Dispatcher", "transformer_config"]
+__all__ = ["Dispatcher", "router_settings", "run_settings", "transformer_config"]
 
 Dispatcher = Literal["alltoall", "allgather"]
 
@@ -45,40 +45,49 @@ def transformer_config(
         add_bias_linear=shape.out_bias,
         add_qkv_bias=shape.qkv_bias,
         softmax_scale=_softmax_scale(shape),
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=layout.tp.size,
-        pipeline_model_parallel_size=layout.pp.size,
-        pipeline_model_parallel_layout=_pipeline_layout(shape, layout),
-        context_parallel_size=layout.cp.size,
-        expert_model_parallel_size=layout.ep.size,
-        expert_tensor_parallel_size=layout.etp.size,
-        sequence_parallel=layout.tp.size > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
+        **run_settings(shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te),
+        **more,
+    )
+
+
+def run_settings(
+    layers: int, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
+) -> dict[str, Any]:
+    """What is ours to say of any model: the layout, the numerics, and that nothing is drawn."""
+    return {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp.size,
+        "pipeline_model_parallel_size": layout.pp.size,
+        "pipeline_model_parallel_layout": _pipeline_layout(layers, layout),
+        "context_parallel_size": layout.cp.size,
+        "expert_model_parallel_size": layout.ep.size,
+        "expert_tensor_parallel_size": layout.etp.size,
+        "sequence_parallel": layout.tp.size > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
         # Packed micro-batches differ in length. Not with virtual stages: of two ranks each is the other's next and
         # previous, and lengths sent ahead in both directions would be taken for one another. Nor with the allgather
         # dispatcher, which gathers as many tokens from every expert rank.
-        variable_seq_lengths=layout.vpp.size == 1 and dispatcher == "alltoall",
-        overlap_p2p_comm=layout.vpp.size > 1,  # which also gives each direction a group of its own
-        batch_p2p_comm=layout.vpp.size == 1,
-        moe_token_dispatcher_type=dispatcher,  # dense models too: Megatron checks it before it looks for experts
-        calculate_per_token_loss=True,
+        "variable_seq_lengths": layout.vpp.size == 1 and dispatcher == "alltoall",
+        "overlap_p2p_comm": layout.vpp.size > 1,  # which also gives each direction a group of its own
+        "batch_p2p_comm": layout.vpp.size == 1,
+        "moe_token_dispatcher_type": dispatcher,  # dense models too: Megatron checks it before it looks for experts
+        "calculate_per_token_loss": True,
         # Every parameter is loaded, so nothing is drawn; but to "initialise" is also what marks a parameter as split
         # over the tensor ranks, and without the mark the gradient norm leaves it out on all of them but the first.
-        perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        bias_activation_fusion=use_te,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
-        **more,
-    )
+        "perform_initialization": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "bias_activation_fusion": use_te,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
 
 
 def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
@@ -93,20 +102,27 @@ def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
         "moe_router_pre_softmax": not router.renormalise,
         "moe_router_score_function": router.scores,
         "moe_router_topk_scaling_factor": None if router.scale == 1 else router.scale,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": use_te,
+        **router_settings(use_te=use_te),
     }
     if router.corrected:
-        # the bias that balanced pre-training stays what it was: a policy's router is not re-balanced behind its back
-        settings |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+        settings["moe_router_enable_expert_bias"] = True
     if router.groups > 1:
         settings |= {
             "moe_router_num_groups": router.groups,
             "moe_router_group_topk": router.groups_per_token,
         }
     return settings
+
+
+def router_settings(*, use_te: bool) -> dict[str, Any]:
+    """What is ours to say of any router: a policy's is not balanced behind its back."""
+    return {
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,  # the bias that balanced pre-training stays what it was
+        "moe_grouped_gemm": use_te,
+    }
 
 
 def _latent_settings(shape: ModelShape, latent: Latent) -> dict[str, Any]:
@@ -156,11 +172,11 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def _pipeline_layout(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
+def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
     """What each chunk of the pipeline holds, in their order; Megatron's own rule knows even stages only."""
     if layout.pp.size == 1:
         return None
-    stages = [stage_layers(shape.layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]
+    stages = [stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]
     chunks = [["decoder"] * len(stage[v]) for v in range(layout.vpp.size) for stage in stages]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,10 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer, under Hugging Face's meaning."""
+    """The sizes of a decoder-only transformer, under Hugging Face's meaning.
+
+    Of a family without a table only the sizes are read; what else it is, Megatron-Bridge says where it is built.
+    """
 
     family: str
     layers: int
@@ -94,6 +98,7 @@ class ModelShape:
     swiglu_limit: float = 0.0  # 0: plain SwiGLU; else gpt-oss's clamped one
     mtp_layers: int = 0  # multi-token prediction, in the checkpoint behind the last layer
     eos: tuple[int, ...] = ()
+    bridge: Path | None = None  # the model's folder, where the family has no table and Megatron-Bridge stands in
 
     @property
     def is_moe(self) -> bool:
@@ -121,19 +126,16 @@ def read_model(path: str | Path) -> ModelShape:
         raw = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); mend it, or name another model") from None
-    return parse_model(raw, str(file))
+    return parse_model(raw, str(file), folder)
 
 
-def parse_model(raw: Any, where: str) -> ModelShape:
-    """`raw` is a parsed config.json; `where` names it in errors."""
+def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
+    """`raw` is a parsed config.json; `where` names it in errors. Without its `folder` a family needs a table."""
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} holds a {type(raw).__name__}, not an object; name a Hugging Face model")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(
-            f"{where}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Another one needs a "
-            "table (CONTRIBUTING.md, 'Adding a model family'); Megatron-Bridge's are not read in this version"
-        )
+        return _bridged(_Values(raw, where), folder)
     _refuse_unsupported(raw, where)
     values = _Values(raw, where)
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
@@ -165,6 +167,67 @@ def parse_model(raw: Any, where: str) -> ModelShape:
         eos=values.token_ids("eos_token_id"),
         **(_experts(values, family) if family in EXPERTS else {}),
     )
+
+
+BRIDGE = ("megatron.bridge", "transformer_engine")  # what stands in for a table, and what it needs
+# What would change log-probs behind the last hidden state, where the actor's own head makes them; or is no text model
+HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier")
+OTHERS = ("text_config", "vision_config", "audio_config", "is_encoder_decoder", "decoder_config")
+
+
+def _bridged(values: _Values, folder: Path | None) -> ModelShape:
+    """A family without a table: Megatron-Bridge builds and converts it, where it is installed."""
+    raw, where, family = values.raw, values.where, values.raw.get("model_type")
+    missing = [name for name in BRIDGE if not _is_installed(name)]
+    if folder is None or missing or not isinstance(family, str):
+        lacking = f"; not installed: {', '.join(missing)}" if missing else ""
+        raise ValueError(
+            f"{where}: model_type={family!r} has no table; those that have: {', '.join(FAMILIES)}. Add one "
+            "(CONTRIBUTING.md, 'Adding a model family'), or name a folder with its weights where Megatron-Bridge and "
+            f"Transformer Engine are installed (pip install megatron-bridge 'transformer-engine[pytorch]'){lacking}"
+        )
+    _refuse_quantised(raw, where)
+    for key in (*HEADS, *OTHERS):
+        if raw.get(key) and raw[key] != 1.0:
+            raise ValueError(
+                f"{where}: {key}={json.dumps(raw[key])[:80]} is not supported for {family}; without a table only "
+                "text models are, whose logits are the last hidden state times the output layer"
+            )
+    hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
+    latent = _latent(values) if raw.get("kv_lora_rank") else None
+    width = values.size("intermediate_size", 4 * hidden)
+    experts = values.first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return ModelShape(
+        family=family,
+        layers=values.size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else values.size("num_key_value_heads", heads),
+        head_dim=latent.nope + latent.rope if latent else _head_dim(values, family, hidden, heads),
+        intermediate=width,
+        vocab=values.size("vocab_size"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        qk_norm=False,
+        rms_eps=values.number("rms_norm_eps", 1e-6),
+        rope_theta=values.number("rope_theta", 10000.0),
+        max_position=values.size("max_position_embeddings", 4096),
+        latent=latent,
+        experts=experts,
+        experts_per_token=values.first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,
+        moe_intermediate=values.first("moe_intermediate_size") or width if experts else 0,
+        mtp_layers=values.first("num_nextn_predict_layers", "num_mtp_layers"),
+        eos=values.token_ids("eos_token_id"),
+        bridge=folder,
+    )
+
+
+def _is_installed(name: str) -> bool:
+    """Without importing it: a config is judged without torch."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # its parent is not there
+        return False
 
 
 EXPERTS = {  # family -> the keys that may hold the number of experts
@@ -231,11 +294,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
             raise ValueError(
                 f"{where}: {key}={json.dumps(value)} is not supported for {family}; supported: {json.dumps(only)}"
             )
-    if raw.get("quantization_config"):
-        raise ValueError(
-            f"{where}: quantization_config={json.dumps(raw['quantization_config'])[:80]} is not supported; name a copy "
-            "of the model with bf16 weights, and without that key"
-        )
+    _refuse_quantised(raw, where)
     if family == "gpt_oss" and raw.get("attention_bias") is False:
         raise ValueError(f"{where}: attention_bias=false is not supported for gpt_oss; supported: true")
     if family == "mixtral" and raw.get("sliding_window"):
@@ -248,6 +307,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
             raise ValueError(
                 f"{where}: layer_types[{layer}]={kind!r} is not supported for {family}; supported: {kinds[layer % 2]}"
             )
+
+
+def _refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
+    if raw.get("quantization_config"):
+        raise ValueError(
+            f"{where}: quantization_config={json.dumps(raw['quantization_config'])[:80]} is not supported; name a copy "
+            "of the model with bf16 weights, and without that key"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +336,10 @@ class _Values:
         if not _is_whole(value) or value < 0:
             raise self._refused(key, value, "a whole number, or null")
         return value
+
+    def first(self, *keys: str) -> int:
+        """Of the first of them that is given; 0: none is."""
+        return next((self.count(key) for key in keys if self.raw.get(key) is not None), 0)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._given(key, default)

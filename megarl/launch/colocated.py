@@ -164,6 +164,7 @@ class Parts:
     def publisher(self, actor: Actor, engine: Engine) -> Publisher:
         """From this actor into the engine, with a probe of both."""
         config, bound, tensor = self.config, parity_bound(self.config), self.config.rollout.tensor
+        place = engine_layout(tensor=tensor, rank=self.env.rank % tensor)
         probe = Probe(
             probe_tokens(self.shape.vocab, length=min(16, engine.max_model_len - 1)),
             trainer=lambda tokens_NL: score_rows(actor, tokens_NL),
@@ -174,7 +175,7 @@ class Parts:
         )
         return Publisher.connect(
             sources=actor.boxes_of_ranks(),
-            expected=hf_shapes(self.shape),
+            expected=actor.hf_shapes(),
             parameters=actor.parameters_by_name,
             receiver=engine.receiver,
             replica_ranks=tensor,
@@ -182,7 +183,7 @@ class Parts:
             dtype=DTYPES[config.train.dtype],
             probe=probe,
             fp32=fp32_tensors(self.shape),
-            table=engine_boxes(self.shape, engine_layout(tensor=tensor, rank=self.env.rank % tensor)),
+            table=None if self.shape.bridge else engine_boxes(self.shape, place),
             node_ranks=self.env.local_world_size,
             is_staged=config.sync.staged,
         )
@@ -222,7 +223,7 @@ class Parts:
         export_hf(
             run_dir(self.config) / "hf",
             origin=Path(self.model_folder),
-            shapes=hf_shapes(self.shape),
+            shapes=actor.hf_shapes(),
             sources=actor.boxes_of_ranks(),
             parameters=actor.parameters_by_name,
             transport=self.transport,

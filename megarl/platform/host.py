@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU: a host's view of torch, seen by `megatron.core` modules and by nobody else.
+"""Megatron-Core on a CPU: a host's view of torch, seen by `megatron.core` (and `megatron.bridge`) and by nobody else.
 
 Megatron-Core touches `torch.cuda` in some 500 lines. Patching `torch.cuda` for the process would make
 vLLM, which lives in the same process, believe in a GPU. So `install()` adds one finder to
@@ -28,6 +28,7 @@ import torch.distributed as dist
 __all__ = ["PATCHES", "Patch", "install", "is_installed"]
 
 _PACKAGE = "megatron.core"
+_SEEN_BY = (f"{_PACKAGE}.", "megatron.bridge.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +330,7 @@ class _Host:
         return self.views.get(getattr(module, "__name__", ""), module)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _PACKAGE and not fullname.startswith(f"{_PACKAGE}."):
+        if not f"{fullname}.".startswith(_SEEN_BY):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
