@@ -133,6 +133,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
     ),
 }
 
+# Without a table of ours: Megatron-Bridge's (bridge_ranks.py)
+MODELS |= {
+    "mistral": ("MistralConfig", {**_SIZES, "head_dim": 16, "sliding_window": None, "tie_word_embeddings": False}),
+    "hy_v3": (
+        "HYV3Config",
+        {
+            **_SIZES,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "router_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIZES, **_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "deepseek_v2": ("DeepseekV2Config", {**_SIZES, **_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+}
+
 
 def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     """A random model of MODELS in `folder`/`name`; its norms and biases are random too, or they would hide faults.
@@ -153,7 +173,7 @@ def save_model(name: str, folder: Path, *, seed: int = 0) -> Path:
             elif parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
     model.save_pretrained(folder / name)
     return folder / name

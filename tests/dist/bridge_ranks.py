@@ -35,7 +35,8 @@ WITH_TABLES = {
     "qwen3_moe@5": [TP2, PP2, EP2, TP2 | EP2, TP2 | {"expert_tensor": 2}],
     "deepseek_v3@3": [TP2, EP2],
 }
-WITHOUT = [("mistral@5", TP2), ("mistral@5", PP2), ("mistral@5", VPP2)]
+LAYOUTS = {"mistral@5": [TP2, PP2, VPP2], "hy_v3@5": [TP2, PP2, EP2]}
+WITHOUT = [(model, parallel) for model, layouts in LAYOUTS.items() for parallel in layouts]
 
 
 def compare_tables(bench: Bench) -> dict[str, Any]:
