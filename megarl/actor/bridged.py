@@ -62,8 +62,8 @@ class Bridged:
         """Raises ValueError when Bridge does not know the family, or builds something the actor cannot train."""
         assert shape.bridge is not None
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
-        from megatron.bridge import AutoBridge
-        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+        from megatron.bridge import AutoBridge  # pyright: ignore[reportMissingImports]
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping  # pyright: ignore[reportMissingImports]
 
         if not AutoBridge.can_handle(str(shape.bridge)):
             raise ValueError(
@@ -128,7 +128,7 @@ def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> I
 
 
 def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None:
-    from megatron.bridge.models.gpt_provider import default_layer_spec
+    from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore[reportMissingImports]
 
     spec = provider.transformer_layer_spec
     odd = {name: getattr(provider, name) for name, value in PLAIN.items() if getattr(provider, name) != value}
@@ -199,7 +199,8 @@ def _record_one(
         raise ValueError(f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?") from None
     finally:
         tensor.data = kept
-    return decode(name, *landed, codes, padded=name in (EMBEDDING, OUTPUT))
+    first, second = landed
+    return decode(name, first, second, codes, padded=name in (EMBEDDING, OUTPUT))
 
 
 def _filled(landed: Tensor, like: Tensor, *, padded: bool) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megarl.platform.env import is_installed
 
 __all__ = ["FAMILIES", "ModelShape", "read_model"]
 
@@ -170,73 +171,61 @@ def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
 
 
 BRIDGE = ("megatron.bridge", "transformer_engine")  # what stands in for a table, and what it needs
-# What would change log-probs behind the last hidden state, where the actor's own head makes them; or is no text model
-HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier")
-OTHERS = ("text_config", "vision_config", "audio_config", "is_encoder_decoder", "decoder_config")
+NOT_BRIDGED = (  # what would change log-probs behind the last hidden state, where the actor's own head makes them;
+    "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
+    "text_config", "vision_config", "audio_config", "is_encoder_decoder",  # and what is no text model
+)  # fmt: skip
 
 
 def _bridged(values: _Values, folder: Path | None) -> ModelShape:
     """A family without a table: Megatron-Bridge builds and converts it, where it is installed."""
     raw, where, family = values.raw, values.where, values.raw.get("model_type")
-    missing = [name for name in BRIDGE if not _is_installed(name)]
-    if folder is None or missing or not isinstance(family, str):
-        lacking = f"; not installed: {', '.join(missing)}" if missing else ""
+    if missing := [name for name in BRIDGE if folder is None or not is_installed(name)]:
+        lacking = f" (missing: {', '.join(missing)})" if folder else ", and name a folder with its weights"
         raise ValueError(
             f"{where}: model_type={family!r} has no table; those that have: {', '.join(FAMILIES)}. Add one "
-            "(CONTRIBUTING.md, 'Adding a model family'), or name a folder with its weights where Megatron-Bridge and "
-            f"Transformer Engine are installed (pip install megatron-bridge 'transformer-engine[pytorch]'){lacking}"
+            "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
         )
     _refuse_quantised(raw, where)
-    for key in (*HEADS, *OTHERS):
-        if raw.get(key) and raw[key] != 1.0:
+    for key in NOT_BRIDGED:
+        if (value := raw.get(key)) and (value is True or value != 1):  # a scale of one is none
             raise ValueError(
-                f"{where}: {key}={json.dumps(raw[key])[:80]} is not supported for {family}; without a table only "
-                "text models are, whose logits are the last hidden state times the output layer"
+                f"{where}: {key}={json.dumps(value)[:80]} is not supported for {family}; without a table only text "
+                "models are, whose logits are the last hidden state times the output layer"
             )
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
     latent = _latent(values) if raw.get("kv_lora_rank") else None
-    width = values.size("intermediate_size", 4 * hidden)
     experts = values.first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return ModelShape(
-        family=family,
+        family=str(family),
         layers=values.size("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads if latent else values.size("num_key_value_heads", heads),
-        head_dim=latent.nope + latent.rope if latent else _head_dim(values, family, hidden, heads),
-        intermediate=width,
+        head_dim=latent.nope + latent.rope if latent else _head_dim(values, "", hidden, heads),
+        intermediate=values.size("intermediate_size"),
         vocab=values.size("vocab_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=False,
+        qkv_bias=False,  # this and the next three are Bridge's to say
         qk_norm=False,
-        rms_eps=values.number("rms_norm_eps", 1e-6),
-        rope_theta=values.number("rope_theta", 10000.0),
+        rms_eps=0.0,
+        rope_theta=0.0,
         max_position=values.size("max_position_embeddings", 4096),
         latent=latent,
         experts=experts,
         experts_per_token=values.first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,
-        moe_intermediate=values.first("moe_intermediate_size") or width if experts else 0,
+        moe_intermediate=values.first("moe_intermediate_size", "intermediate_size") if experts else 0,
         mtp_layers=values.first("num_nextn_predict_layers", "num_mtp_layers"),
         eos=values.token_ids("eos_token_id"),
         bridge=folder,
     )
 
 
-def _is_installed(name: str) -> bool:
-    """Without importing it: a config is judged without torch."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # its parent is not there
-        return False
-
-
 EXPERTS = {  # family -> the keys that may hold the number of experts
     "qwen3_moe": ("num_experts", "num_local_experts"),
     "mixtral": ("num_local_experts",),
     "gpt_oss": ("num_local_experts", "num_experts"),
-    "glm4_moe": ("n_routed_experts",),
-    "deepseek_v3": ("n_routed_experts",),
-    "kimi_k2": ("n_routed_experts",),
+    **dict.fromkeys(SIGMOID, ("n_routed_experts",)),
 }
 
 

@@ -128,6 +128,11 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
     for key, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update_rate", moe.bias_update_rate)):
         if value and not shape.is_moe:
             raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
+        if value and shape.bridge is not None:
+            raise ValueError(
+                f"moe.{key}={value}, but {shape.family} has no table, so its routers are Megatron-Bridge's, which are "
+                "asked for nothing; set it to 0"
+            )
     if moe.bias_update_rate and not shape.router.corrected:
         raise ValueError(
             f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to move; "

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Env", "child_env", "count_gpus", "get_env", "is_interactive", "set_env"]
+__all__ = ["Env", "child_env", "count_gpus", "get_env", "is_installed", "is_interactive", "set_env"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +114,11 @@ def count_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def is_installed(package: str) -> bool:
+    """Without importing it, but for the empty packages it lies in."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # one of those
+        return False
