@@ -187,7 +187,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     code = launch(materialize_model(config), env, job, command=command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
-            if config.stage == "rl":
+            if config.stage == "rl" and job.model.bridge is None:  # without a table there is no plan to draw
                 _write_plan(config, job.world)
             _report(run_dir(config))
     return code

@@ -65,10 +65,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder-only transformer, under Hugging Face's meaning.
-
-    Of a family without a table only the sizes are read; what else it is, Megatron-Bridge says where it is built.
-    """
+    """The sizes of a decoder-only transformer, under Hugging Face's meaning. Without a table: nothing but sizes."""
 
     family: str
     layers: int

@@ -43,6 +43,7 @@ _YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.2,
 }
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 _SIGMOID_ROUTED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -133,24 +134,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
     ),
 }
 
-# Without a table of ours: Megatron-Bridge's (bridge_ranks.py)
+# Without a table of ours: Megatron-Bridge's (bridge_ranks.py), in sizes that vLLM takes on a CPU
 MODELS |= {
-    "mistral": ("MistralConfig", {**_SIZES, "head_dim": 16, "sliding_window": None, "tie_word_embeddings": False}),
-    "hy_v3": (
+    "mistral": ("MistralConfig", {**_SIZES, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False}),
+    "hy_v3": (  # experts behind a dense layer, a sigmoid router with its correction, a shared expert
         "HYV3Config",
         {
             **_SIZES,
-            "head_dim": 16,
+            "head_dim": 32,
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "num_shared_experts": 1,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 32,
             "router_scaling_factor": 1.5,
             "first_k_dense_replace": 1,
         },
     ),
-    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_SIZES, **_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "deepseek_v2": ("DeepseekV2Config", {**_SIZES, **_LATENT, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "olmoe": ("OlmoeConfig", {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2Config", _SIZES),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            **_SIZES,
+            **_LATENT,
+            "rope_parameters": _DEFAULT_ROPE,
+            "rms_norm_eps": 1e-6,  # transformers' norms of the latents take no other
+            **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+            **{"moe_intermediate_size": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as vLLM asks
+        },
+    ),
 }
 
 

@@ -71,17 +71,25 @@ class Bench:
         self.folder = folder
         self.last: Actor | None = None
 
-    def actor(self, model: str, config: Config) -> Actor:
+    def saved(self, model: str) -> Path:
         path = self.folder / model
         if dist.get_rank() == 0 and not path.exists():
             save_model(model, self.folder)
         dist.barrier()
+        return path
+
+    def actor(self, model: str, config: Config) -> Actor:
+        path = self.saved(model)
         layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
         config = config.model_copy(update={"model": Model(path=str(path))})
-        if self.last is not None:
-            self.last.close()
+        self.close()
         self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
         return self.last
+
+    def close(self) -> None:
+        if self.last is not None:
+            self.last.close()
+            self.last = None
 
 
 def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:

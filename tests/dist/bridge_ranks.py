@@ -1,6 +1,6 @@
 """Families without a table, through Megatron-Bridge, on two gloo ranks; rank 0 writes what they found as JSON.
 
-python bridge_ranks.py RESULTS.json [CHECK...]      with te_standin/ on the path, where Bridge is installed and no GPU is
+python bridge_ranks.py RESULTS.json [CHECK...]      on a CPU, with Megatron-Bridge, and te_standin/ on the path
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -17,14 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import save_model
-from actor_ranks import Bench, config_of, join, measure
-from family_ranks import round_trip
+from actor_cases import random_batch
+from actor_ranks import Bench, config_of, join, measure, score, train_once
+from family_ranks import in_bf16, round_trip
 
 from megarl.actor.actor import Actor
 from megarl.actor.bridged import Bridged, record
+from megarl.config.model import read_model
+from megarl.launch.checks import probe_tokens, score_rows
+from megarl.platform.env import Env
+from megarl.rollout.engine import Engine, EngineSpec
 from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes
+from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.weights.publish import Probe, Publisher
+from megarl.weights.transports.collective import Collective
 
 WORLD = 2
 TP2, PP2, VPP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2}
@@ -35,7 +42,8 @@ WITH_TABLES = {
     "qwen3_moe@5": [TP2, PP2, EP2, TP2 | EP2, TP2 | {"expert_tensor": 2}],
     "deepseek_v3@3": [TP2, EP2],
 }
-LAYOUTS = {"mistral@5": [TP2, PP2, VPP2], "hy_v3@5": [TP2, PP2, EP2]}
+LAYOUTS = {"mistral@5": [TP2, PP2, VPP2], "hy_v3@5": [TP2, PP2, EP2, TP2 | EP2], "glm4_moe_lite@3": [TP2, PP2]}
+ENGINES = [("mistral@5", PP2, 2), ("glm4_moe_lite@3", TP2 | EP2, 1)]  # and the ranks of an engine: one replica, two
 WITHOUT = [(model, parallel) for model, layouts in LAYOUTS.items() for parallel in layouts]
 
 
@@ -52,12 +60,12 @@ def compare_tables(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def _disputed(actor: Actor) -> list[Box]:
+def _disputed(actor: Actor, fault: str = "") -> list[Box]:
     assert actor.config.model.path is not None
     shape = replace(actor.shape, bridge=Path(actor.config.model.path))
     bridged = Bridged.of(shape, actor.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
     chunks: Any = [chunk.module for chunk in actor.model]
-    recorded = record(chunks, bridged.bridge, hf_shapes(actor.shape), actor.layout.ep)
+    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(actor.shape), actor.layout.ep)
     table = actor.boxes_of_ranks()[actor.layout.rank]
     return sorted({_normal(box) for box in recorded} ^ {_normal(box) for box in table}, key=str)
 
@@ -67,11 +75,107 @@ def _normal(box: Box) -> Box:
     return replace(box, strides=tuple(0 if n == 1 else s for n, s in zip(box.shape, box.strides, strict=True)))
 
 
+@dataclass(frozen=True)
+class _Faulty:
+    """Bridge's own rules and conversion, but for one planted fault."""
+
+    bridge: Any
+    fault: str
+
+    def mapping_registry(self) -> Any:
+        return self if self.fault == "no rule" else self.bridge.mapping_registry()
+
+    def megatron_to_hf_lookup(self, name: str) -> Any:
+        norm = name == "decoder.final_layernorm.weight"
+        return None if norm else self.bridge.mapping_registry().megatron_to_hf_lookup(name)
+
+    def maybe_modify_loaded_hf_weight(self, names: Any, tensors: Any) -> Any:
+        weights = self.bridge.maybe_modify_loaded_hf_weight(names, tensors)
+        if self.fault == "computed" and names == "model.norm.weight":
+            return weights + 1
+        if self.fault == "swapped" and str(names).endswith("o_proj.weight"):
+            return weights[torch.tensor([1, 0, *range(2, len(weights))])]
+        return weights
+
+
+def faults(bench: Bench) -> dict[str, str]:
+    """What recording says to each; swapped rows are a placement still, but not the table's."""
+    actor, said = bench.actor("qwen3@2", config_of(TP2)), {}
+    for fault in ("computed", "swapped", "no rule"):
+        try:
+            said[fault] = str(_disputed(actor, fault)[:1])
+        except ValueError as error:
+            said[fault] = str(error)
+    return said
+
+
+def refused(bench: Bench) -> dict[str, str]:
+    """A family whose layers only Transformer Engine has, and one that Bridge does not know."""
+    said = {}
+    for model in ("olmoe@2", "olmo2@2"):
+        try:
+            bench.actor(model, config_of({}))
+        except ValueError as error:
+            said[model] = str(error)
+    return said
+
+
+def round_trip_in_bf16(bench: Bench) -> list[str]:
+    """Router corrections stay in fp32."""
+    bench.saved("hy_v3@3")
+    return round_trip(bench.actor(in_bf16(bench, "hy_v3@3"), config_of(TP2, dtype="bf16")))
+
+
 def families_without(bench: Bench) -> list[dict[str, Any]]:
     return measure(bench, WITHOUT, round_trip)
 
 
-CHECKS: dict[str, Callable[[Bench], Any]] = {"tables": compare_tables, "families": families_without}
+def engines(bench: Bench) -> list[dict[str, Any]]:
+    """An engine of each family, synced with changed weights; every publish proves the log-probs of both sides."""
+    return [_synced(bench, *case) for case in ENGINES]
+
+
+def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> dict[str, Any]:
+    bench.close()
+    rank, folder = dist.get_rank(), bench.saved(model)
+    shape = read_model(folder)
+    spec = EngineSpec(str(folder), (1,), 16, 64, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+    env = Env(rank, WORLD, rank, WORLD, job_id="bridge")
+    engine = Engine.start(spec, env, shapes=hf_shapes(shape), fp32=fp32_tensors(shape))
+    actor = bench.actor(model, config_of(parallel))
+    tokens_NL = probe_tokens(shape.vocab, length=24)
+    trainer = partial(score_rows, actor)
+    publisher = Publisher.connect(
+        sources=actor.boxes_of_ranks(),
+        expected=actor.hf_shapes(),
+        parameters=actor.parameters_by_name,
+        receiver=engine.receiver,
+        replica_ranks=tensor,
+        transport=Collective(),
+        dtype=torch.float32,
+        probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),
+        fp32=fp32_tensors(shape),
+    )
+    scored, errors, stale = score(actor, random_batch(num_rows=8)), [], []
+    for version in range(3):
+        report = publisher.publish(version=version)
+        assert report.verified
+        errors.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
+        train_once(actor, scored)
+        stale.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
+    sizes = [report.num_tensors, report.bytes_kept, report.bytes_received]
+    engine.close()
+    return {"model": model, "parallel": parallel, "errors": errors, "stale": stale, "sizes": sizes}
+
+
+CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "tables": compare_tables,
+    "faults": faults,
+    "refused": refused,
+    "families": families_without,
+    "bf16": round_trip_in_bf16,
+    "engines": engines,
+}
 
 
 def work(rank: int, results: str, folder: str, checks: list[str]) -> None:

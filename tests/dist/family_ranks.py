@@ -64,11 +64,11 @@ def round_trip(actor: Actor) -> list[str]:
     return wrong + [name for name in after if name not in before]
 
 
-def round_trips_in_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
+def round_tripsin_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
     """The layout that shards most, with router corrections left in fp32."""
     parallel = ALL_AXES if world == 8 else {"tensor": 2, "expert": 2}
     return {
-        model: round_trip(bench.actor(_in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
+        model: round_trip(bench.actor(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
     }
 
 
@@ -80,7 +80,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-def _in_bf16(bench: Bench, model: str) -> str:
+def in_bf16(bench: Bench, model: str) -> str:
     """The name of the checkpoint in bf16, but for router corrections, which published checkpoints keep in fp32."""
     folder = bench.folder / f"{model}-bf16"
     if dist.get_rank() == 0:
@@ -96,7 +96,7 @@ def _in_bf16(bench: Bench, model: str) -> str:
 
 def work(rank: int, results: str, folder: str, world: int) -> None:
     bench, start = join(rank, world, folder), perf_counter()
-    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_trips_in_bf16(bench, world)}
+    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_tripsin_bf16(bench, world)}
     if rank == 0:
         print(f"{len(layouts(world))} layouts: {perf_counter() - start:.1f} s", flush=True)
         Path(results).write_text(json.dumps(found))

@@ -15,12 +15,12 @@ from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SEL
 from megarl.config import names
 from megarl.config.create import hf_config
 from megarl.config.load import parse_config, resolved_yaml
-from megarl.config.model import read_model
+from megarl.config.model import parse_model, read_model
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Create
 from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
-from megarl.platform.env import Env
+from megarl.platform.env import Env, is_installed
 
 ALONE = Env()
 
@@ -133,7 +133,7 @@ def test_model_directories(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="'gpt2' has no table; those that have: llama, qwen2, qwen3, qwen3_moe"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32))))
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
@@ -182,6 +182,59 @@ def test_a_config_json_that_is_a_list_or_lacks_a_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+
+
+MISTRAL = hf_config(Create(hidden=32)) | {"model_type": "mistral"}
+
+
+def bridged(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> Config:
+    """A family without a table, where both packages that stand in for one can be found; neither is imported."""
+    for package in ("megatron/bridge", "transformer_engine"):
+        (folder / "site" / package).mkdir(parents=True)
+        (folder / "site" / package / "__init__.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(str(folder / "site"))
+    (folder / "config.json").write_text(json.dumps(MISTRAL | values))
+    return parse_config({"model": {"path": str(folder)}})
+
+
+def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    config = parse_config({"model": {"path": str(tmp_path)}})
+    if not is_installed("transformer_engine"):
+        with pytest.raises(ValueError, match=r"'mistral' has no table; .* Add one .*missing: .*transformer_engine"):
+            model_shape(config)
+    shape = model_shape(bridged(tmp_path, monkeypatch))
+    assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (tmp_path, "mistral", 32, False)
+    with pytest.raises(ValueError, match="and name a folder with its weights"):
+        parse_model(MISTRAL, "model.create")
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported for mistral"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"vision_config": {"depth": 2}}, 'vision_config={"depth": 2}'),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=true"),
+        ({"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}'),
+        ({"vocab_size": None}, "vocab_size=null"),
+    ],
+)
+def test_what_megatron_bridge_cannot_stand_in_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        model_shape(bridged(tmp_path, monkeypatch, **values))
+    assert part in str(caught.value), caught.value
+
+
+def test_routers_of_megatron_bridge_are_asked_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bridged(tmp_path, monkeypatch, **MOE, logit_scale=1.0, head_dim=32)
+    assert model_shape(config).experts == 4
+    assert check_config(config, ALONE)
+    config = config.model_copy(update={"moe": config.moe.model_copy(update={"aux_loss": 0.01})})
+    with pytest.raises(ValueError, match=r"moe\.aux_loss=0\.01, but mistral has no table"):
+        check_config(config, ALONE)
 
 
 def test_a_checkpoint_to_resume_from_has_metadata(tmp_path: Path) -> None:
