@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,19 +189,36 @@ def _record_one(
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
         module.config = chunk.config  # pyright: ignore[reportArgumentType]  # Bridge looks for it there
-    codes, landed, kept = Codes(shapes, tensor.device), [], tensor.data
-    # Bridge casts to the parameter's dtype, and reads no more of it than that and its shape
-    tensor.data = torch.empty((), dtype=torch.float64, device=tensor.device).expand(tensor.shape)
-    try:
+    codes, landed, is_vocabulary = Codes(shapes, tensor.device), [], name in (EMBEDDING, OUTPUT)
+    with _in_fp64([tensor, *module.parameters(recurse=False)]):
         for codes.is_second in (False, True):
-            weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, codes)
-            landed.append(_filled(mapping.hf_to_megatron(weights, module), kept, padded=name in (EMBEDDING, OUTPUT)))
-    except KeyError as error:
-        raise ValueError(f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?") from None
-    finally:
-        tensor.data = kept
+            try:
+                weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, codes)
+            except KeyError as error:
+                raise ValueError(
+                    f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?"
+                ) from None
+            landed.append(_filled(mapping.hf_to_megatron(weights, module), tensor, padded=is_vocabulary))
+            if landed[-1].shape != tensor.shape:
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}, Megatron-Bridge makes {tuple(landed[-1].shape)} of "
+                    f"{' and '.join(codes.first)}; is its config.json another model's?"
+                )
     first, second = landed
-    return decode(name, first, second, codes, padded=name in (EMBEDDING, OUTPUT))
+    return decode(name, first, second, codes, padded=is_vocabulary)
+
+
+@contextmanager
+def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Bridge casts to a parameter's dtype, or its neighbour's, and reads no more of it than that and the shape."""
+    kept = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, data in kept:
+            tensor.data = torch.empty((), dtype=torch.float64, device=data.device).expand(data.shape)
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
 
 
 def _filled(landed: Tensor, like: Tensor, *, padded: bool) -> Tensor:

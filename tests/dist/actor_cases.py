@@ -86,6 +86,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
         "Qwen3MoeConfig",
         {**_SIZES, **_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    "qwen3_moe_32": (  # which vLLM takes on a CPU
+        "Qwen3MoeConfig",
+        {**_SIZES, **_MOE, "head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
     "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "sliding_window": None}),
     "deepseek_v3": ("DeepseekV3Config", {**_SIZES, **_LATENT}),
     "deepseek_v3_direct": (  # queries projected directly, plain rope, one group, tied
@@ -134,7 +138,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
     ),
 }
 
-# Without a table of ours: Megatron-Bridge's (bridge_ranks.py), in sizes that vLLM takes on a CPU
+# Without a table of ours: Megatron-Bridge's (bridge_ranks.py)
 MODELS |= {
     "mistral": ("MistralConfig", {**_SIZES, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False}),
     "hy_v3": (  # experts behind a dense layer, a sigmoid router with its correction, a shared expert
@@ -154,13 +158,15 @@ MODELS |= {
     "olmo2": ("Olmo2Config", _SIZES),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
+        {**_SIZES, **_LATENT, "rope_parameters": _DEFAULT_ROPE, "rms_norm_eps": 1e-6},  # of latents, always
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
         {
             **_SIZES,
             **_LATENT,
             "rope_parameters": _DEFAULT_ROPE,
-            "rms_norm_eps": 1e-6,  # transformers' norms of the latents take no other
-            **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
-            **{"moe_intermediate_size": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # as vLLM asks
+            **{"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False},
         },
     ),
 }

@@ -24,7 +24,7 @@ from actor_cases import Oracle, ask, load_model, random_batch, save_model
 
 from megarl.actor.actor import Actor
 from megarl.algorithms.objective import add_advantages, initial_state
-from megarl.config.model import read_model
+from megarl.config.model import ModelShape, read_model
 from megarl.config.schema import Config, Model
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
@@ -78,12 +78,13 @@ class Bench:
         dist.barrier()
         return path
 
-    def actor(self, model: str, config: Config) -> Actor:
+    def actor(self, model: str, config: Config, shape: ModelShape | None = None) -> Actor:
+        """`shape`: other than what its config.json is read as."""
         path = self.saved(model)
         layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
         config = config.model_copy(update={"model": Model(path=str(path))})
         self.close()
-        self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+        self.last = Actor.build(config, shape or read_model(path), layout, folder=path, device=torch.device("cpu"))
         return self.last
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def in_bf16(bench: Bench, model: str) -> str:
     if dist.get_rank() == 0:
         shutil.copytree(bench.folder / model, folder)
         found = {
-            name: x if name.endswith("correction_bias") else x.bfloat16()
+            name: x if name.endswith(("correction_bias", "expert_bias")) else x.bfloat16()
             for name, x in _tensors(bench.folder / model).items()
         }
         save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
