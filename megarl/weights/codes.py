@@ -110,7 +110,7 @@ def _boxes(name: str, param: str, index: Tensor, place: Tensor, size: tuple[int,
 
 
 def _runs(at: Tensor, place: Tensor, alike: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stretches where `at` counts up by one, `alike` stays and `place` moves on by equal steps: (first, length, step)."""
+    """Stretches where `at` counts up by one, `alike` stays and `place` moves on evenly: (first, length, step)."""
     steps = place.diff()
     joined = (at.diff() == 1) & (alike.diff() == 0) & (steps > 0)  # torch has no views with negative strides
     index = torch.arange(len(steps), device=at.device)

@@ -97,8 +97,8 @@ def test_a_swapped_row_and_a_missing_one_are_seen() -> None:
     swapped = landed(lambda codes: codes["gate"][torch.tensor([1, 0, *range(2, 10)])])
     assert {(box.start, box.shape, box.offset) for box in swapped} == {
         ((0, 0), (1, 6), 6),
-        ((1, 0), (1, 6), 0),
-        ((2, 0), (8, 6), 12),
+        ((1, 0), (2, 6), 0),
+        ((3, 0), (7, 6), 18),
     }
     assert sum(box.numel for box in landed(lambda codes: codes["gate"][1:])) == 54  # the plan finds the gap
 
