@@ -15,7 +15,7 @@ from start_ranks import start_ranks
 from megarl.platform.shm import shm_prefix
 
 RANKS = Path(__file__).with_name("job_ranks.py")
-START_S, END_S = 240, 60
+START_S, END_S = 420, 60
 
 
 def segments() -> list[str]:
