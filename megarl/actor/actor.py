@@ -30,7 +30,8 @@ from megarl.actor.settings import transformer_config
 from megarl.actor.update import UpdateLoss, global_sums
 from megarl.algorithms.objective import loss_weights, select_tokens, token_means
 from megarl.algorithms.selection import SELECT
-from megarl.checkpoint.torch_dist import is_checkpoint, load_weights
+from megarl.checkpoint.load import load_weights
+from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.model import ModelShape
 from megarl.config.schema import Config
 from megarl.data.packing import microbatch_multiple, plan_rows

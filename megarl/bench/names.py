@@ -24,6 +24,7 @@ BENCHES: dict[str, Bench] = {
     "logprobs": Bench(
         "log-probs from hidden states and their gradients against verl, TRL, Megatron-Core", "megarl.bench.logprobs"
     ),
+    "convert": Bench("a 2 GB model converted by a fresh process against a plain copy", "megarl.bench.convert"),
     "sync": Bench("weights shard to shard against full tensors on every rank, 4 and 8 gloo ranks", "megarl.bench.sync"),
 }
 

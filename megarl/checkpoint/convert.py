@@ -13,14 +13,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from megarl.checkpoint.sides import File, Source, Target
@@ -28,8 +29,8 @@ from megarl.types import CheckFailed
 
 __all__ = ["Converted", "convert"]
 
-AHEAD = 1  # units that are read before they are written
-READERS = 2  # of the finished target, each with a handle of its own
+READERS = 2  # threads
+AHEAD = 2 * READERS  # units that are read before they are written
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code, as they came
 RECORDS, SUMS = ".records", "checksums.megarl"
 
@@ -67,24 +68,26 @@ def convert(
         done = sum(file.nbytes for file in target.files if file.name in records)
         progress("write", done)
         _refuse_full(staging, [file for file in target.files if file.name not in records], target)
-        with ThreadPoolExecutor(1) as flusher:  # a file reaches the disk while the next one is made
-            flushed = [
-                flusher.submit(_record, staging, file, _write(staging, file, source, target, progress))
-                for file in target.files
-                if file.name not in records
-            ]
+        with ThreadPoolExecutor(1) as flusher, _readers() as readers:
+            flushed = []  # a file reaches the disk while the next one is made, and while the last ones are proven
+            for file in target.files:
+                if file.name not in records:
+                    records[file.name] = _write(staging, file, source, target, readers, progress)
+                    flushed.append(flusher.submit(_record, staging, file, records[file.name]))
+            before: Counter[str] = Counter()
+            for record in records.values():
+                before.update(record["digests"])
+            digests = {name: f"{value % (1 << 64):016x}" for name, value in before.items()}
+            wrong = _compare_sums(source_folder, digests)
+            _copy(origin, staging)
+            with _disk(staging / "its index"):
+                target.finish(staging, [item for file in target.files for item in records[file.name]["written"]])
+            wrong = wrong or _prove(staging, target, readers, before, progress)
             for future in flushed:
                 future.result()
-        records = _records(staging, target.files)
-        before: Counter[str] = Counter()
-        for record in records.values():
-            before.update(record["digests"])
-        digests = {name: f"{value % (1 << 64):016x}" for name, value in before.items()}
-        _compare_sums(source_folder, digests)
-        _copy(origin, staging)
-        with _disk(staging / "its index"):
-            target.finish(staging, [item for file in target.files for item in records[file.name]["written"]])
-        _verify(staging, target, before, progress)
+        if wrong:
+            shutil.rmtree(staging / RECORDS)  # the next conversion writes the files again
+            raise CheckFailed(wrong)
         (staging / SUMS).write_text("".join(f"{value}  {name}\n" for name, value in digests.items()))
         shutil.rmtree(staging / RECORDS)
         _sync(staging)
@@ -143,27 +146,45 @@ def _refuse_full(staging: Path, files: Sequence[File], target: Target) -> None:
         left -= file.nbytes
 
 
-def _write(staging: Path, file: File, source: Source, target: Target, progress: Progress) -> dict[str, Any]:
+@contextmanager
+def _readers() -> Iterator[Executor]:
+    """Threads that read, instead of torch's own."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(READERS) as readers:
+            yield readers
+    finally:
+        torch.set_num_threads(count)
+
+
+def _write(
+    staging: Path, file: File, source: Source, target: Target, readers: Executor, progress: Progress
+) -> dict[str, Any]:
     """One file, from its first byte; what a record of it holds."""
     digests: Counter[str] = Counter()
     written: list[Any] = []
     path, tensor = staging / file.name, target.tensor(file.units[0])
-    with ThreadPoolExecutor(1) as reader, _created(path) as stream:
+    ahead: deque[Future[tuple[Tensor, list[tuple[str, int]]]]] = deque()
+    with _created(path) as stream:
         with _disk(path, tensor):
             target.begin(stream, file)
-        ahead: list[Future[tuple[Tensor, list[tuple[str, int]]]]] = []
         units = iter(file.units)
-        for unit in file.units:
-            while len(ahead) <= AHEAD and (following := next(units, None)) is not None:
-                ahead.append(reader.submit(target.fetch, source, following))
-            flat, sums = ahead.pop(0).result()
-            with _disk(path, tensor := target.tensor(unit)):
-                written += target.write(stream, file, unit, flat)
-            for name, value in sums:
-                digests[name] += value
-            progress("write", flat.nbytes)
-        with _disk(path, tensor):
-            stream.flush()
+        try:
+            for unit in file.units:
+                while len(ahead) < AHEAD and (following := next(units, None)) is not None:
+                    ahead.append(readers.submit(target.fetch, source, following))
+                flat, sums = ahead.popleft().result()
+                with _disk(path, tensor := target.tensor(unit)):
+                    written += target.write(stream, file, unit, flat)
+                for name, value in sums:
+                    digests[name] += value
+                progress("write", flat.nbytes)
+            with _disk(path, tensor):
+                stream.flush()
+        finally:
+            for future in ahead:
+                future.cancel()
     return {"digests": digests, "written": written}
 
 
@@ -187,51 +208,50 @@ def _record(staging: Path, file: File, record: Mapping[str, Any]) -> None:
         _write_atomic(staging / RECORDS / f"{file.name}.json", json.dumps({**record, "size": path.stat().st_size}))
 
 
-def _verify(staging: Path, target: Target, before: Counter[str], progress: Progress) -> None:
-    """Every tensor of the finished folder against what was read from the source.
-
-    Raises CheckFailed naming tensors; the files are then written again by the next conversion.
-    """
+def _prove(staging: Path, target: Target, readers: Executor, before: Counter[str], progress: Progress) -> str:
+    """Every tensor of the finished folder against what was read from the source; what is wrong, naming tensors."""
     units = [unit for file in target.files for unit in file.units]
+    after: Counter[str] = Counter()
 
     def read(number: int) -> Counter[str]:
-        source, sums = target.reopen(staging), Counter[str]()
+        sums = Counter[str]()
         for unit in units[number::READERS]:
-            for name, value, nbytes in target.prove(source, unit):
+            for name, value, nbytes in target.prove(written, unit):
                 sums[name] += value
                 progress("verify", nbytes)
         return sums
 
-    after: Counter[str] = Counter()
     try:
-        with ThreadPoolExecutor(READERS) as readers:
-            for sums in readers.map(read, range(READERS)):
-                after.update(sums)
+        written = target.reopen(staging)
+        for sums in readers.map(read, range(READERS)):
+            after.update(sums)
     except ValueError as error:
-        shutil.rmtree(staging / RECORDS)
-        raise CheckFailed(f"what was written cannot be read back: {error}") from error
+        return f"what was written cannot be read back: {error}"
     wrong = [name for name in before if (before[name] - after[name]) % (1 << 64)]
-    if wrong:
-        shutil.rmtree(staging / RECORDS)
-        rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise CheckFailed(
-            f"{staging}: {', '.join(wrong[:4])}{rest} read back differ from the source; run the conversion again, "
-            "and suspect the disk or the memory when that repeats itself"
-        )
+    if not wrong:
+        return ""
+    return (
+        f"{staging}: {_few(wrong)} read back differ from the source; run the conversion again, "
+        "and suspect the disk or the memory when that repeats itself"
+    )
 
 
-def _compare_sums(source: Path, digests: Mapping[str, str]) -> None:
-    """A folder that a conversion made holds its checksums: it must still be what it was."""
+def _compare_sums(source: Path, digests: Mapping[str, str]) -> str:
+    """A folder that a conversion made holds its checksums: it must still be what it was. What is wrong, or nothing."""
     if not (source / SUMS).is_file():
-        return
+        return ""
     told = {line[18:]: line[:16] for line in (source / SUMS).read_text().splitlines()}
     wrong = [name for name, value in digests.items() if told.get(name) != value]
-    if wrong:
-        rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise CheckFailed(
-            f"{source}: {', '.join(wrong[:4])}{rest} are not what {SUMS} says they were when the folder was made: "
-            f"make it again, or remove {SUMS} if they were changed on purpose"
-        )
+    if not wrong:
+        return ""
+    return (
+        f"{source}: {_few(wrong)} are not what {SUMS} says they were when the folder was made: "
+        f"make it again, or remove {SUMS} if they were changed on purpose"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _copy(origin: Path, staging: Path) -> None:

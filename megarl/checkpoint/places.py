@@ -15,7 +15,7 @@ from math import prod
 
 from torch import Tensor
 
-from megarl.checkpoint.torch_dist import Slot
+from megarl.checkpoint.slots import Slot
 from megarl.weights.digest import placed
 from megarl.weights.mapping import Box
 
@@ -60,7 +60,7 @@ class Span:
 
     def view(self, flat: Tensor, first: int) -> Tensor:
         """Its elements in `flat`, which begins at the parameter's element `first`."""
-        return flat.as_strided(self.shape, self.strides, self.offset - first)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset - first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,14 @@ __all__ = ["File", "HfSource", "HfTarget", "MegatronSource", "MegatronTarget", "
 
 
 class Source(Protocol):
-    """Parameters of one model, by ranges. Not for several threads at once."""
+    """Parameters of one model, by ranges. Several threads may read at once."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Of an HF tensor."""
         ...
 
     def read(self, group: Group) -> Tensor:
-        """[group.numel]; padding rows of the vocabulary are zero."""
+        """[group.numel], not to be written to; padding rows of the vocabulary are zero."""
         ...
 
 
@@ -48,7 +48,10 @@ class HfSource:
 
     def read(self, group: Group) -> Tensor:
         parts = list(self.places.parts(group))
-        flat = torch.zeros(group.numel, dtype=self.dtype(self.places.spans[group.param][0].name))
+        dtype = self.dtype(self.places.spans[group.param][0].name)
+        flat = torch.empty(group.numel, dtype=dtype)
+        if sum(part.numel for part in parts) < group.numel:
+            flat.zero_()
         for part in parts:
             into = part.view(flat, group.at)
             if part.is_flat:
@@ -70,11 +73,8 @@ class MegatronSource:
         return self.reader.tensors[self.places.slots[param][0].key][1]
 
     def read(self, group: Group) -> Tensor:
-        flat = torch.zeros(group.numel, dtype=self.reader.tensors[group.slots[0].key][1])
-        for slot in group.slots:
-            at = slot.at - group.at
-            self.reader.read(slot, flat[at : at + slot.numel])
-        return flat
+        parts = [self.reader.read(slot) for slot in group.slots]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,9 @@ class MegatronTarget:
     def write(self, stream: BinaryIO, file: File, unit: Group, flat: Tensor) -> list[Any]:
         written = []
         for slot in unit.slots:
-            part = flat if slot.numel == flat.numel() else flat[slot.at - unit.at :][: slot.numel].clone()
+            part = flat[slot.at - unit.at :][: slot.numel]
+            if part.untyped_storage().nbytes() > part.nbytes:  # all of which would be saved
+                part = part.clone()
             chunk = write_chunk(stream, slot, part, file.name)
             written.append([chunk.key, chunk.offset, chunk.shape, chunk.file, chunk.at, chunk.length])
         return written
@@ -256,13 +258,13 @@ class HfTarget:
         return unit.name
 
     def fetch(self, source: Source, unit: _Run) -> tuple[Tensor, list[tuple[str, int]]]:
-        flat = torch.empty(unit.numel, dtype=source.dtype(unit.name))
+        pieces = []  # in order
         for group in unit.groups:
             read = source.read(group)
-            for part in self._places.parts(group):
-                if part.name == unit.name:
-                    at = part.at - unit.at
-                    flat[at : at + part.numel].view(part.shape).copy_(part.view(read, group.at))
+            held = [part for part in self._places.parts(group) if part.name == unit.name]
+            pieces += [part.view(read, group.at).reshape(-1) for part in sorted(held, key=lambda part: part.at)]
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        assert flat.numel() == unit.numel, f"{unit.name}: {flat.numel()} of {unit.numel} elements"
         return flat, [(unit.name, self._places.digest(unit.name, unit.at, flat))]
 
     def prove(self, source: Source, unit: _Run) -> Iterator[tuple[str, int, int]]:

@@ -1,7 +1,6 @@
 """Megarl's own hand on Megatron's `torch_dist` format: chunks written and read one at a time, by one process.
 
-    model on meta --slots_of--> Slot (elements of a parameter <-> rectangle of a checkpoint tensor)
-    write_chunk, write_objects, then finish      Reader: open, read(slot), one chunk in memory
+    write_chunk ..., then finish      Reader: open, check(slots), read(slot), one chunk in memory
 
 On disk: `*.distcp` hold `torch.save`d chunks end to end, `.metadata` says which rectangle of which tensor lies where
 (torch.distributed.checkpoint's own classes), `metadata.json` and `common.pt` are Megatron's. What is written here is
@@ -13,17 +12,16 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -34,43 +32,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Chunk", "Reader", "Slot", "finish", "is_checkpoint", "load_weights", "slots_of", "write_chunk"]
+from megarl.checkpoint.slots import Slot
+
+__all__ = ["Chunk", "Reader", "finish", "is_checkpoint", "write_chunk"]
 
 CACHE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """prod(shape) elements of `param` from `at` are [offset, offset + shape) of checkpoint tensor `key`.
-
-    The first `stacked` axes of the checkpoint tensor count layers and experts: `shape` is 1 there.
-    """
-
-    param: str
-    at: int
-    key: str
-    whole: tuple[int, ...]  # shape of the checkpoint tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    stacked: int
-    may_be_padded: bool  # rows that pad the vocabulary: as many as the layout that saved it wanted
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def row(self) -> int:
-        """Elements of one index of the first axis that can be cut."""
-        return prod(self.shape[self.stacked + 1 :])
-
-    def rows(self, first: int, count: int) -> Slot:
-        """`count` rows of it from `first`."""
-        axis = self.stacked
-        offset = (*self.offset[:axis], self.offset[axis] + first, *self.offset[axis + 1 :])
-        shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
-        at = self.at + first * self.row
-        return Slot(self.param, at, self.key, self.whole, offset, shape, axis, self.may_be_padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,54 +51,8 @@ class Chunk:
     length: int
 
 
-def slots_of(model: nn.Module) -> tuple[list[Slot], list[str]]:
-    """Where Megatron keeps each parameter of `model` (a GPTModel, meta is enough), and the names of its other state."""
-    slots: list[Slot] = []
-    objects: list[str] = []
-    parameters = dict(_state(model))
-    for name, entry in model.sharded_state_dict().items():  # type: ignore[operator]
-        if isinstance(entry, ShardedObject):
-            objects.append(entry.unique_key)
-            continue
-        built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-        for part in built.values() if isinstance(built, dict) else built:
-            assert isinstance(part, ShardedTensor) and part.data is not None, f"{name}: {type(part).__name__}"
-            assert part.data.is_contiguous(), f"{name} is not contiguous"
-            at = int(part.data.storage_offset() - parameters[name].storage_offset())
-            stacked = part.prepend_axis_num
-            shape = (1,) * stacked + tuple(part.local_shape)
-            whole, offset = tuple(part.global_shape), tuple(part.global_offset)
-            slots.append(Slot(name, at, part.key, whole, offset, shape, stacked, bool(part.allow_shape_mismatch)))
-    return slots, objects
-
-
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
-
-
-def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
-    """Fill this rank's chunks of the pipeline from a checkpoint, whatever layout saved it. All ranks call it.
-
-    Raises ValueError when the checkpoint is another model's.
-    """
-    for chunk in chunks:
-        sharded = {
-            name: entry
-            for name, entry in chunk.sharded_state_dict().items()  # type: ignore[operator]
-            if not isinstance(entry, ShardedObject)  # no weights: what Transformer Engine remembers of FP8 scales
-        }
-        try:
-            loaded: Any = dist_checkpointing.load(sharded, str(folder))
-        except Exception as error:  # Megatron and torch have a class of their own for each way to fail
-            raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it another model's?") from error
-        for name, tensor in _state(chunk):
-            if name in loaded:
-                tensor.data.copy_(loaded[name])
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()  # a router's correction bias
 
 
 def write_chunk(stream: BinaryIO, slot: Slot, flat: Tensor, file: str) -> Chunk:
@@ -183,7 +103,7 @@ def finish(folder: Path, chunks: Sequence[Chunk], wholes: Mapping[str, Any], obj
 
 
 class Reader:
-    """One checkpoint's tensors, rectangle by rectangle. Not for several threads at once: open one for each."""
+    """One checkpoint's tensors, rectangle by rectangle. Several threads may read, each with its own cache."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -191,7 +111,7 @@ class Reader:
         self._places: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
         self._chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = defaultdict(list)
         self._stacked: dict[str, int] = {}
-        self._loaded: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
+        self._cache = _Cache()
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: (tuple(found.size), found.properties.dtype)
             for key, found in self._metadata.state_dict_metadata.items()
@@ -232,9 +152,9 @@ class Reader:
             if key not in stacked and not key.startswith(known):
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is none of this model's")
 
-    def read(self, slot: Slot, into: Tensor) -> None:
-        """Fill `into` [slot.numel], which holds zeros, with the slot's rectangle. `check` must have been called."""
-        target, found = into.view(slot.shape), 0
+    def read(self, slot: Slot) -> Tensor:
+        """The slot's rectangle, [slot.numel], not to be written to; zeros pad it. `check` must have been called."""
+        whole, found = None, 0
         for chunk in self._chunks[slot.key, slot.offset[: slot.stacked]]:
             start = tuple(map(max, slot.offset, chunk.offsets))
             ends = zip(slot.offset, slot.shape, chunk.offsets, chunk.sizes, strict=True)
@@ -244,17 +164,22 @@ class Reader:
             here = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, slot.offset, strict=True))
             there = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, chunk.offsets, strict=True))
             part = self._load(MetadataIndex(slot.key, chunk.offsets)).view(tuple(chunk.sizes))[there]
-            target[here].copy_(part)
+            if part.numel() == slot.numel and part.is_contiguous():
+                return part.reshape(-1)
+            whole = torch.zeros(slot.shape, dtype=part.dtype) if whole is None else whole
+            whole[here].copy_(part)
             found += part.numel()
         if found != slot.numel and not slot.may_be_padded:
             raise ValueError(
                 f"{self._folder / '.metadata'}: {slot.key} has {found} of {slot.numel} elements at {slot.offset}"
             )
+        return torch.zeros(slot.numel, dtype=self.tensors[slot.key][1]) if whole is None else whole.view(-1)
 
     def _load(self, index: MetadataIndex) -> Tensor:
-        if index in self._loaded:
-            self._loaded.move_to_end(index)
-            return self._loaded[index]
+        loaded = self._cache.tensors
+        if index in loaded:
+            loaded.move_to_end(index)
+            return loaded[index]
         place = self._places[index]
         file = self._folder / place.relative_path
         with file.open("rb") as stream:
@@ -265,10 +190,15 @@ class Reader:
                 raise ValueError(
                     f"{file}: {index.fqn} at {tuple(index.offset or ())} cannot be read ({error})"
                 ) from error
-        while self._loaded and sum(x.nbytes for x in self._loaded.values()) + tensor.nbytes > CACHE_BYTES:
-            self._loaded.popitem(last=False)
-        self._loaded[index] = tensor
+        while loaded and sum(x.nbytes for x in loaded.values()) + tensor.nbytes > CACHE_BYTES:
+            loaded.popitem(last=False)
+        loaded[index] = tensor
         return tensor
+
+
+class _Cache(threading.local):
+    def __init__(self) -> None:
+        self.tensors: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
 
 
 class _View(io.RawIOBase):

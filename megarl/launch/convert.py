@@ -1,6 +1,6 @@
 """`megarl convert`: what the folder is, what the model is, one conversion with a bar, one line at the end.
 
-    config.json -> ModelShape -> Megatron's module on meta (one rank) -> Places -> checkpoint.convert
+    config.json -> ModelShape -> table (one rank) -> Places -> checkpoint.convert
 
 No GPU, no ranks, and no weights in memory but those on their way. A Megatron folder made here holds the model's
 config and tokenizer too, so it can be given to training as `model.path`, or converted back.
@@ -12,27 +12,23 @@ import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megarl.actor.build import build_model, destroy_parallel, init_parallel
-from megarl.actor.settings import transformer_config
 from megarl.checkpoint.convert import convert
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.places import Places
 from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, MegatronTarget, Source, Target
-from megarl.checkpoint.torch_dist import Reader, Slot, is_checkpoint, slots_of
+from megarl.checkpoint.slots import Slot, slots_of
+from megarl.checkpoint.torch_dist import Reader, is_checkpoint
 from megarl.config.model import ModelShape, read_model
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
 
 __all__ = ["FILE_BYTES", "run_convert"]
 
@@ -141,30 +137,17 @@ def _open(source: Path, shape: ModelShape) -> tuple[Source, Places, list[str]]:
 
 
 def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[Places, list[str]]:
-    """Where one rank alone would hold everything, as Megatron's own module says it.
+    """Where one rank alone would hold everything, and the names of Megatron's other state.
 
     `mtp`: with the layers of multi-token prediction, which the source has. Of `names` there, those that repeat the
     embedding and the head for such a layer have no place in Megatron's module, and keep one under their own name.
     """
-    layout = Layout.of(Parallel(), 1, 0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    try:
-        init_parallel(Parallel(), layout)
-        settings = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
-        settings.mtp_num_layers = shape.mtp_layers if mtp else None
-        with torch.device("meta"):
-            (model,) = build_model(shape, layout, settings, use_te=False)
-        slots, objects = slots_of(model)
-        rows = max((slot.whole[0] for slot in slots if slot.may_be_padded), default=shape.vocab)
-    finally:
-        destroy_parallel()
-        dist.destroy_process_group()
     sizes = hf_shapes(shape, mtp=mtp)
-    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=rows, mtp=mtp)
-    if any(".mtp_model_layer." in slot.param for slot in slots):  # as 0.19 calls it
-        boxes = [replace(box, param=box.param.replace(".transformer_layer.", ".mtp_model_layer.")) for box in boxes]
+    rows = padded_vocab(shape.vocab, 1)
+    boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
     repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
     boxes = [box for box in boxes if box.name not in repeated]
+    slots, objects = slots_of(shape, sizes, boxes, padded_vocab=rows)
     for name in sorted(repeated.intersection(names)):
         size, start = sizes[name], (0,) * len(sizes[name])
         boxes.append(Box(name, start, size, name, 0, (size[1], 1)))

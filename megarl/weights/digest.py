@@ -27,7 +27,7 @@ __all__ = ["digest", "placed", "write"]
 ROW = 1 << 10  # 64-bit words
 ROWS = 1 << 5  # summed both ways while they are in a CPU core's cache: 256 KiB
 BLOCK = 1 << 14  # 32-bit words
-STRIP = {"cpu": 4, "cuda": 512}  # blocks whose widened words exist at once: 512 KiB stay in a core's cache
+STRIP = 1 << 23  # 32-bit words that a GPU widens at once
 STRIP_BYTES = 1 << 18
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -96,16 +96,15 @@ def placed(part: Tensor, start: Sequence[int]) -> Tensor:
     rows = torch.ones(1, dtype=torch.int64, device=part.device)
     for axis, (at, size) in enumerate(zip(start[:-1], part.shape[:-1], strict=True), 1):
         rows = (rows[:, None] * _weights_at(at, size, axis + 1, part.device)).flatten()  # [rows so far]
-    step = max(1, STRIP[part.device.type] * BLOCK // words.shape[1])
-    for lines, weight in zip(words.split(step), rows.split(step), strict=True):
-        total += (_dot(lines, columns) * weight).sum()
-    return total
+    return total + (_dots(words, columns) * rows).sum()
 
 
-def _dot(words: Tensor, weights: Tensor) -> Tensor:
+def _dots(words: Tensor, weights: Tensor) -> Tensor:
     """[n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
-    wide = words.to(torch.int64)
-    return wide @ weights if wide.device.type == "cpu" else (wide * weights).sum(1)  # CUDA has no product of int64
+    if words.device.type == "cpu":  # vectorised, as torch's product of integers is not, and widened by the way
+        return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
+    step = max(1, STRIP // words.shape[1])
+    return torch.cat([(lines.to(torch.int64) * weights).sum(1) for lines in words.split(step)])
 
 
 def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
