@@ -3,8 +3,8 @@
     folder --AutoBridge--> provider, under our settings --provide--> chunks of the pipeline, as build.py's
     chunks, names and shapes of the checkpoint --hf_to_megatron on codes (weights/codes.py)--> boxes of this rank
 
-From the boxes on everything is as with a table: weights are loaded, synced and exported slice by slice. Recording takes
-8 bytes per element of one HF tensor, on the first of the ranks that share it; no weight is moved.
+From the boxes on everything is as with a table: weights are loaded, synced and exported slice by slice. Recording moves
+no weight; it makes a few copies, of 8 bytes an element, of one HF tensor at a time.
 On a GPU the layers are Bridge's, of Transformer Engine. On a CPU, where Bridge itself asks for it (so in tests, with a
 stand-in), plain families get the layers of layers.py, whose names Bridge's registries do not all know.
 """
@@ -54,7 +54,6 @@ class Bridged:
     layout: Layout
     provider: Any  # a TransformerConfig that can also provide() a GPTModel; recomputation is still to be set on it
     bridge: Any  # MegatronModelBridge
-    use_te: bool
 
     @classmethod
     def of(
@@ -68,8 +67,8 @@ class Bridged:
 
         if not AutoBridge.can_handle(str(shape.bridge)):
             raise ValueError(
-                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it "
-                "either; add a table (CONTRIBUTING.md, 'Adding a model family')"
+                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it either "
+                "(without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
             )
         for module in ("BalancedRouter", "_Whole"):  # of our layers
             AutoMapping.register_module_type(module, "replicated")
@@ -80,7 +79,7 @@ class Bridged:
         if not use_te:
             _take_local_layers(provider, shape, layout)
         provider.finalize()
-        return cls(shape, layout, provider, auto._model_bridge, use_te)
+        return cls(shape, layout, provider, auto._model_bridge)
 
     def build(self) -> list[GPTModel]:
         """This rank's chunks of the pipeline, parameters not yet loaded."""
