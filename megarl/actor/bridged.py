@@ -67,8 +67,8 @@ class Bridged:
 
         if not AutoBridge.can_handle(str(shape.bridge)):
             raise ValueError(
-                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it either "
-                "(without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
+                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it "
+                "either (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
             )
         for module in ("BalancedRouter", "_Whole"):  # of our layers
             AutoMapping.register_module_type(module, "replicated")
