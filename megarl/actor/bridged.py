@@ -62,8 +62,16 @@ class Bridged:
         """Raises ValueError when Bridge does not know the family, or builds something the actor cannot train."""
         assert shape.bridge is not None
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
-        from megatron.bridge import AutoBridge  # pyright: ignore[reportMissingImports]
-        from megatron.bridge.models.conversion.param_mapping import AutoMapping  # pyright: ignore[reportMissingImports]
+        try:
+            from megatron.bridge import AutoBridge  # pyright: ignore[reportMissingImports]
+            from megatron.bridge.models.conversion.param_mapping import (  # pyright: ignore[reportMissingImports]
+                AutoMapping,
+            )
+        except ImportError as error:
+            raise ValueError(
+                f"model_type={shape.family!r} has no table, and Megatron-Bridge, though installed, cannot be imported: "
+                f"{error}; mend the installation, or add a table (CONTRIBUTING.md, 'Adding a model family')"
+            ) from error
 
         if not AutoBridge.can_handle(str(shape.bridge)):
             raise ValueError(
