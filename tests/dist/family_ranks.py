@@ -64,7 +64,7 @@ def round_trip(actor: Actor) -> list[str]:
     return wrong + [name for name in after if name not in before]
 
 
-def round_tripsin_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
+def round_trips_in_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
     """The layout that shards most, with router corrections left in fp32."""
     parallel = ALL_AXES if world == 8 else {"tensor": 2, "expert": 2}
     return {
@@ -96,7 +96,7 @@ def in_bf16(bench: Bench, model: str) -> str:
 
 def work(rank: int, results: str, folder: str, world: int) -> None:
     bench, start = join(rank, world, folder), perf_counter()
-    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_tripsin_bf16(bench, world)}
+    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_trips_in_bf16(bench, world)}
     if rank == 0:
         print(f"{len(layouts(world))} layouts: {perf_counter() - start:.1f} s", flush=True)
         Path(results).write_text(json.dumps(found))
