@@ -1,6 +1,6 @@
 """Families without a table, through Megatron-Bridge, on two gloo ranks; rank 0 writes what they found as JSON.
 
-python bridge_ranks.py RESULTS.json [CHECK...]      on a CPU, with Megatron-Bridge, and te_standin/ on the path
+python bridge_ranks.py RESULTS.json CHECK...      on a CPU, with Megatron-Bridge, and te_standin/ on the path
 """
 
 from __future__ import annotations
@@ -196,4 +196,4 @@ def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD)
+        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:]), WORLD)
