@@ -180,7 +180,7 @@ def _bridged(values: _Values, folder: Path | None) -> ModelShape:
     if missing := [name for name in BRIDGE if folder is None or not is_installed(name)]:
         lacking = f" (missing: {', '.join(missing)})" if folder else ", and name a folder with its weights"
         raise ValueError(
-            f"{where}: model_type={family!r} has no table; those that have: {', '.join(FAMILIES)}. Add one "
+            f"{where}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a table "
             "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
         )
     _refuse_quantised(raw, where)

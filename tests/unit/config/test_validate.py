@@ -133,7 +133,7 @@ def test_model_directories(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="'gpt2' has no table; those that have: llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ValueError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32))))
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
@@ -201,7 +201,7 @@ def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypa
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
     config = parse_config({"model": {"path": str(tmp_path)}})
     if not is_installed("transformer_engine"):
-        with pytest.raises(ValueError, match=r"'mistral' has no table; .* Add one .*missing: .*transformer_engine"):
+        with pytest.raises(ValueError, match=r"'mistral' is not supported; .* Add a table .*missing: .*transformer_engine"):
             model_shape(config)
     shape = model_shape(bridged(tmp_path, monkeypatch))
     assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (tmp_path, "mistral", 32, False)

@@ -103,7 +103,7 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
 def test_an_unsupported_family_is_refused_with_the_supported_ones(saved, tmp_path):
     raw = json.loads((saved / "config.json").read_text()) | {"model_type": "gpt_neox"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"model_type='gpt_neox' has no table; those that have: llama, qwen2"):
+    with pytest.raises(ValueError, match=r"model_type='gpt_neox' is not supported; supported: llama, qwen2"):
         read_model(tmp_path)
 
 
