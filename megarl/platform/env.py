@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 __all__ = ["Env", "child_env", "count_gpus", "get_env", "is_installed", "is_interactive", "set_env"]
@@ -117,8 +117,12 @@ def count_gpus() -> int:
 
 
 def is_installed(package: str) -> bool:
-    """Without importing it, but for the empty packages it lies in."""
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # one of those
-        return False
+    """Without importing anything, the packages it lies in neither."""
+    name, path = "", None
+    for part in package.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return any(distributions(name=package.replace(".", "-")))  # one that is installed to be edited
+        path = spec.submodule_search_locations
+    return True
