@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megarl.actor.bridged import Bridged
-from megarl.actor.build import Groups, build_model, destroy_parallel, held_tensors, init_parallel, padded_vocab
+from megarl.actor.build import Groups, build_model, destroy_parallel, held_tensors, init_parallel
 from megarl.actor.forward import Reading, run
 from megarl.actor.load import load_hf
 from megarl.actor.logprobs import TokenOutputs
@@ -39,7 +39,7 @@ from megarl.layout import Layout
 from megarl.platform.device import DTYPES
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
 from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
 
 __all__ = ["Actor"]
 

@@ -25,14 +25,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from torch import Tensor
 
-from megarl.actor.build import finish_chunk, held_tensors, padded_vocab
+from megarl.actor.build import finish_chunk, held_tensors
 from megarl.actor.layers import block_spec
 from megarl.actor.settings import Dispatcher, router_settings, run_settings
 from megarl.config.model import ModelShape
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.weights.codes import REMEDY, Codes, decode
 from megarl.weights.mapping import Box
-from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.weights.models import fp32_tensors, hf_shapes, padded_vocab
 
 __all__ = ["Bridged", "record"]
 

@@ -9,7 +9,6 @@ them in chunks, so the logits of a micro-batch never exist at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from megarl.actor.layers import block_spec
 from megarl.actor.rope import scaled_frequencies
 from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.weights.models import padded_vocab
 
 __all__ = [
     "Groups",
@@ -37,16 +37,7 @@ __all__ = [
     "held_tensors",
     "init_parallel",
     "output_weight",
-    "padded_vocab",
 ]
-
-_VOCAB_MULTIPLE = 8  # embedding rows of each tensor rank: GEMMs like it, and a small vocabulary grows little
-
-
-def padded_vocab(vocab: int, tensor: int) -> int:
-    """Embedding rows over all `tensor` ranks: the vocabulary, rounded up so that every rank holds as many."""
-    multiple = _VOCAB_MULTIPLE * tensor
-    return math.ceil(vocab / multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

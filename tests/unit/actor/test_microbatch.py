@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.actor.build import padded_vocab
 from megarl.actor.microbatch import pack
 from megarl.layout import Axis
+from megarl.weights.models import padded_vocab
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from actor_cases import random_batch
