@@ -50,7 +50,7 @@ def test_jobs_do_not_meet(tmp_path):
     try:
         wait_for(results(tmp_path, "one") + results(tmp_path, "two"), one + two)
         assert not left_by_a_crash.exists()
-        assert set(segments()) == before, "mapped segments have no name: nothing to leak"
+        assert not set(segments()) - before, "mapped segments have no name: nothing to leak"
         assert drawn(tmp_path, "one") == drawn(tmp_path, "two")
 
         for rank in one:
@@ -70,7 +70,7 @@ def test_jobs_do_not_meet(tmp_path):
         for rank in again:
             said = rank.communicate(timeout=END_S)[0]
             assert rank.returncode == 0, said[-3000:]
-        assert set(segments()) == before
+        assert not set(segments()) - before
     finally:
         for rank in one + two:
             rank.kill()
