@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -48,6 +49,7 @@ class HfFolder:
         self.folder = folder
         self._places = places
         self._handles: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     @classmethod
     def open(cls, folder: Path) -> HfFolder:
@@ -102,8 +104,9 @@ class HfFolder:
     def read(self, name: str, at: int, into: Tensor) -> None:
         """Fill contiguous `into` [n] with the tensor's elements from `at`."""
         place = self._places[name]
-        if place.file not in self._handles:
-            self._handles[place.file] = os.open(place.file, os.O_RDONLY)
+        with self._opening:
+            if place.file not in self._handles:
+                self._handles[place.file] = os.open(place.file, os.O_RDONLY)
         memory, start = memoryview(bytes_of(into)), place.at + at * place.dtype.itemsize
         while memory:
             count = os.preadv(self._handles[place.file], [memory], start)

@@ -110,7 +110,6 @@ class Reader:
         self._metadata = FileSystemReader(folder).read_metadata()
         self._places: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
         self._chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = defaultdict(list)
-        self._stacked: dict[str, int] = {}
         self._cache = _Cache()
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: (tuple(found.size), found.properties.dtype)
@@ -133,7 +132,6 @@ class Reader:
                 raise ValueError(
                     f"{self._folder / '.metadata'}: {key} has shape {shape}, config.json asks for {slot.whole}"
                 )
-            self._stacked[key] = axis
             found: Any = self._metadata.state_dict_metadata[key]
             if sum(prod(chunk.sizes) for chunk in found.chunks) != prod(shape):
                 raise ValueError(

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -334,18 +334,22 @@ def join(rank: int, world: int, folder: str) -> Bench:
     return Bench(Path(folder))
 
 
-def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
-    bench = join(rank, WORLD, folder)
-    found = {}
-    for name in checks:
+def run_checks(bench: Any, checks: Mapping[str, Callable[[Any], Any]], results: str) -> None:
+    """Every rank calls; rank 0 tells the time of each and writes what they found. Ends the process group."""
+    found, is_first = {}, dist.get_rank() == 0
+    for name, check in checks.items():
         start = perf_counter()
-        found[name] = CHECKS[name](bench)
-        if rank == 0:
+        found[name] = check(bench)
+        if is_first:
             print(f"{name}: {perf_counter() - start:.1f} s", flush=True)
-    if rank == 0:
+    if is_first:
         Path(results).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
+    run_checks(join(rank, WORLD, folder), {name: CHECKS[name] for name in checks}, results)
 
 
 if __name__ == "__main__":

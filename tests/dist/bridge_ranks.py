@@ -5,21 +5,19 @@ python bridge_ranks.py RESULTS.json CHECK...      on a CPU, with Megatron-Bridge
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from actor_cases import random_batch
-from actor_ranks import Bench, config_of, join, measure, score, train_once
+from actor_ranks import Bench, config_of, join, measure, run_checks, score, train_once
 from family_ranks import in_bf16, round_trip
 
 from megarl.actor.actor import Actor
@@ -42,7 +40,12 @@ WITH_TABLES = {
     "qwen3_moe@5": [TP2, PP2, EP2, TP2 | EP2, TP2 | {"expert_tensor": 2}],
     "deepseek_v3@3": [TP2, EP2],
 }
-LAYOUTS = {"mistral@5": [TP2, PP2, VPP2], "hy_v3@5": [TP2, PP2, EP2, TP2 | EP2], "glm4_moe_lite@3": [TP2], "deepseek_v2@3": [TP2, PP2]}
+LAYOUTS = {
+    "mistral@5": [TP2, PP2, VPP2],
+    "hy_v3@5": [TP2, PP2, EP2, TP2 | EP2],
+    "glm4_moe_lite@3": [TP2],
+    "deepseek_v2@3": [TP2, PP2],
+}
 # And the ranks of an engine: one replica, two. The second family has a table, which is not used: of those without,
 # vLLM 0.32 on a CPU runs none with experts as transformers does (hy_v3's loader fills a router's bias once of twice).
 ENGINES = [("mistral@5", PP2, 2), ("qwen3_moe_32@3", TP2 | EP2, 1)]
@@ -181,17 +184,7 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
 
 
 def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
-    bench = join(rank, WORLD, folder)
-    found = {}
-    for name in checks:
-        start = perf_counter()
-        found[name] = CHECKS[name](bench)
-        if rank == 0:
-            print(f"{name}: {perf_counter() - start:.1f} s", flush=True)
-    if rank == 0:
-        Path(results).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_checks(join(rank, WORLD, folder), {name: CHECKS[name] for name in checks}, results)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from actor_cases import load_model, oracle_logprobs, random_batch, save_model
+from actor_ranks import run_checks
 from torch import Tensor
 
 from megarl.actor import actor as actor_module
@@ -369,16 +369,7 @@ def work(rank: int, results: str, folder: str, world: int, checks: list[str]) ->
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     bench = Bench(Path(folder), world)
-    found = {}
-    for name in checks:
-        start = perf_counter()
-        found[name] = CHECKS[name](bench)
-        if rank == 0:
-            print(f"{name}: {perf_counter() - start:.1f} s", flush=True)
-    if rank == 0:
-        Path(results).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_checks(bench, {name: CHECKS[name] for name in checks}, results)
 
 
 if __name__ == "__main__":

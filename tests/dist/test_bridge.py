@@ -1,7 +1,7 @@
 """Families without a table: what Megatron-Bridge's conversion was seen to do is right, and is all a run needs.
 
-Where Megatron-Bridge is installed and no GPU is, with a stand-in for Transformer Engine (te_standin/) and Megatron's own
-layers. Bridge's layers of Transformer Engine only a GPU can show.
+Where Megatron-Bridge is installed and no GPU is, with a stand-in for Transformer Engine (te_standin/) and Megatron's
+own layers. Bridge's layers of Transformer Engine only a GPU can show.
 """
 
 from __future__ import annotations
