@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megarl.launch.outcome import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
+from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
 from megarl.platform.env import get_env
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "report":
             return _report(Path(args.run_dir))
-        if args.command == "bench":
-            return _bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json)
         if args.command == "convert":
             return _convert(args)
         if args.command == "plan":
@@ -102,11 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         "--config", metavar="DIR", type=Path, help="the HF model's folder, where SRC has no config.json"
     )
     convert.add_argument("--file-gb", metavar="GB", type=float, default=4.3, help="bytes of a file at most (4.3)")
-    bench = commands.add_parser("bench", help="time parts of megarl beside other software; without a name: the list")
-    bench.add_argument("names", metavar="NAME", nargs="*", help="as advantages losses")
-    bench.add_argument("--only", metavar="TEXT", default="", help="the cases whose name holds it")
-    bench.add_argument("--rounds", metavar="N", type=int, default=3, help="fresh processes a contender (3)")
-    bench.add_argument("--json", metavar="FILE", type=Path, help="write every figure there")
     return parser
 
 
@@ -122,8 +115,8 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from megarl.config.load import load_config
-    from megarl.planner.weights import describe_weights, plan_weights
-    from megarl.telemetry.flows import draw_flows
+    from megarl.planner.weight_sync import describe_weights, plan_weights
+    from megarl.telemetry.plan_figure import draw_flows
 
     plan = plan_weights(load_config(args.config, overrides), gpu=args.gpu, bucket_bytes=args.bucket_mb << 20)
     if args.figure:
@@ -153,7 +146,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     from megarl.config.load import load_config
-    from megarl.launch.layouts import check_layouts_of
+    from megarl.launch.check import check_layouts_of
     from megarl.platform.env import Env
 
     return check_layouts_of(load_config(path, overrides), layouts, Env.read())
@@ -172,7 +165,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         job = preflight(config, env, command=command)
         _make(run_dir(config), dry_run=dry_run)
     except (ValueError, FileNotFoundError) as error:
-        if env.in_torchrun and env.is_main:  # torchrun turns every exit code into 1
+        if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
             write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up", time.time()))
         raise
     if env.is_main:
@@ -181,8 +174,8 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     if dry_run:
         print(describe(config, job))
         return DONE
-    from megarl.launch.create import materialize_model
-    from megarl.launch.torchrun import launch
+    from megarl.launch.random_model import materialize_model
+    from megarl.launch.spawn import launch
 
     code = launch(materialize_model(config), env, job, command=command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
@@ -198,7 +191,7 @@ def _write_plan(config: Config, world: int) -> None:
     import json
 
     from megarl.config.load import run_dir
-    from megarl.planner.weights import plan_weights
+    from megarl.planner.weight_sync import plan_weights
     from megarl.telemetry.report import PLAN
 
     config = config.model_copy(update={"launch": config.launch.model_copy(update={"processes": world})})
@@ -221,15 +214,6 @@ def _report(folder: Path) -> int:
 
     print(f"report: {write_report(folder)}")
     return DONE
-
-
-def _bench(names: Sequence[str], *, only: str, rounds: int, json_file: Path | None) -> int:
-    from megarl.bench.run import bench, describe
-
-    if not names:
-        print(describe())
-        return DONE
-    return DONE if bench(names, only=only, rounds=rounds, json_file=json_file) else REFUSED
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The maths, pure functions over flat [T] tensors: each algorithm has one meaning, and takes no backend."""
 
 from megarl.algorithms.advantages import ADVANTAGES, returns
+from megarl.algorithms.aggregation import AGGREGATIONS, WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import LOSSES, VALUE_LOSSES
-from megarl.algorithms.reduce import AGGREGATIONS, WEIGHTS
 from megarl.algorithms.selection import SELECT
 from megarl.algorithms.whitening import Stats, whiten, whiten_stats
 

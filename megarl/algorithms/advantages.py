@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.returns import sums_to_end, td_lambda
-from megarl.algorithms.segments import Groups, at_least_fp32
+from megarl.algorithms.rows import Groups, at_least_fp32
 from megarl.algorithms.spans import Spans
 from megarl.algorithms.whitening import stats_of, whiten_
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import Rows, clean
+from megarl.algorithms.rows import Rows, clean
 
 __all__ = ["CORRECTIONS"]
 

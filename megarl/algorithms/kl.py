@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import at_least_fp32
+from megarl.algorithms.rows import at_least_fp32
 
 __all__ = ["KL", "adapt"]
 

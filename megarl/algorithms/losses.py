@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import Rows, at_least_fp32, clean
+from megarl.algorithms.rows import Rows, at_least_fp32, clean
 
 __all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
 

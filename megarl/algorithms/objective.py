@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt
 from megarl.algorithms.losses import CLIPPED, LOSSES
-from megarl.algorithms.reduce import WEIGHTS
-from megarl.algorithms.segments import Rows, clean
+from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.selection import SELECT
 from megarl.algorithms.whitening import Stats, whiten_stats
 from megarl.config.names import CLIPS
@@ -41,7 +41,7 @@ def add_advantages(
     batch: TrainBatch, logprobs: LogProbs, algorithm: Algorithm, state: ObjectiveState
 ) -> tuple[ScoredBatch, ObjectiveState]:
     """Clip the outcome rewards, normalise them, subtract KL where it belongs to the reward, estimate advantages: in
-    that order (overlong shaping comes before all of it, in `megarl.rollout.shaping`).
+    that order (overlong shaping comes before all of it, in `megarl.rollout.reward_shaping`).
 
     The state that comes back is the next batch's: this one is weighed with the coefficient that came in.
     """

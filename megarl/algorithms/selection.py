@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import clean
+from megarl.algorithms.rows import clean
 
 __all__ = ["SELECT"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.segments import at_least_fp32
+from megarl.algorithms.rows import at_least_fp32
 
 __all__ = ["Spans", "lay", "pick"]
 

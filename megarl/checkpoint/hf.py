@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.digest import placed, write
-from megarl.weights.mapping import Box
+from megarl.weights.checksum import placed, write
 from megarl.weights.plan import Boxes, Message
 from megarl.weights.publish import Publisher
 from megarl.weights.transports import Transport
@@ -71,7 +71,7 @@ def export_hf(
             expected=expected,
             parameters=parameters,
             receiver=receiver,
-            replica_ranks=transport.world,
+            ranks_per_replica=transport.world,
             transport=transport,
             dtype=dtype,
             fp32=fp32,
@@ -114,13 +114,14 @@ class _File:
     tensors: dict[str, Tensor]
     dtype: torch.dtype
     _words: dict[str, Tensor] = field(init=False)
-    boxes: list[Box] = field(init=False)
+    boxes: list[ShardSlice] = field(init=False)
     _loaded: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._words = {name: x.view(self.dtype) for name, x in self.tensors.items()}
         self.boxes = [
-            Box(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride())) for name, x in self._words.items()
+            ShardSlice(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride()))
+            for name, x in self._words.items()
         ]
 
     def begin(self, *, places: bool) -> None:

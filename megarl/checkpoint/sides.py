@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.conversion_map import ConversionMap, Group, Span
 from megarl.checkpoint.hf_folder import INDEX, HfFile, HfFolder, bytes_of
-from megarl.checkpoint.places import Group, Places, Span
 from megarl.checkpoint.torch_dist import Chunk, Reader, finish, write_chunk
 
 __all__ = ["File", "HfSource", "HfTarget", "MegatronSource", "MegatronTarget", "Source", "Target"]
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class HfSource:
-    places: Places
+    places: ConversionMap
     folder: HfFolder
 
     def dtype(self, name: str) -> torch.dtype:
@@ -65,7 +65,7 @@ class HfSource:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    places: Places
+    places: ConversionMap
     reader: Reader
 
     def dtype(self, name: str) -> torch.dtype:
@@ -115,7 +115,7 @@ class MegatronTarget:
 
     def __init__(
         self,
-        places: Places,
+        places: ConversionMap,
         objects: Iterable[str],
         dtypes: Mapping[str, torch.dtype],  # by HF tensor
         *,
@@ -215,7 +215,9 @@ def _narrow(group: Group, part: Span) -> Group:
 class HfTarget:
     """Safetensors files of at most `file_bytes`, tensors in order, an index where there are several."""
 
-    def __init__(self, places: Places, dtypes: Mapping[str, torch.dtype], *, file_bytes: int, group_bytes: int) -> None:
+    def __init__(
+        self, places: ConversionMap, dtypes: Mapping[str, torch.dtype], *, file_bytes: int, group_bytes: int
+    ) -> None:
         self._places, self._group_bytes = places, group_bytes
         sizes = {name: prod(shape) * dtypes[name].itemsize for name, shape in places.shapes.items()}
         dealt: list[list[str]] = [[]]

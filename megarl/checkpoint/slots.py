@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megarl.config.model import ModelShape
-from megarl.weights.mapping import Box
+from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice
 
 __all__ = ["Slot", "slots_of"]
 
@@ -65,7 +65,7 @@ class Slot:
 
 
 def slots_of(
-    shape: ModelShape, hf_shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[Box], *, padded_vocab: int
+    shape: ModelShape, hf_shapes: Mapping[str, tuple[int, ...]], boxes: Iterable[ShardSlice], *, padded_vocab: int
 ) -> tuple[list[Slot], list[str]]:
     """Every parameter's slots, and the names of Megatron's other state (what Transformer Engine keeps of a linear).
 

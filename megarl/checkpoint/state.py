@@ -38,7 +38,7 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one forma
 
 
 class Trained(Protocol):
-    """What of an actor is saved (megarl.actor.Actor has it)."""
+    """What of an actor is saved (megarl.trainer.Actor has it)."""
 
     @property
     def model(self) -> Sequence[Any]: ...  # Megatron's DistributedDataParallel of each chunk of this stage

@@ -224,7 +224,7 @@ class Launch(Section):
 
 
 class Moe(Section):
-    """Terms of the routers (megarl.actor.moe), weighed like the policy loss; bias_update_rate does without a loss."""
+    """Terms of the routers (megarl.trainer.moe), weighed like the policy loss; bias_update_rate does without a loss."""
 
     aux_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of the balance of experts
     # per_sequence: within each row, so the same in every layout. megatron: over whole micro-batches, as Megatron-Core's

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.model import ModelShape
 from megarl.config.schema import Config
+from megarl.models.shape import ModelShape
 
 __all__ = ["check_cpu_engine", "check_gpu_trainer", "check_model"]
 

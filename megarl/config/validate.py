@@ -14,8 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megarl.config.create import hf_config
-from megarl.config.model import ModelShape, parse_model, read_model
 from megarl.config.names import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -27,9 +25,11 @@ from megarl.config.names import (
     SELECT,
     TOKEN_ADVANTAGES,
 )
+from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
+from megarl.models.shape import ModelShape, parse_model, read_model
 from megarl.platform.env import Env, count_gpus
 
 __all__ = ["Job", "check_config", "model_shape"]
@@ -116,7 +116,7 @@ def _check_not_yet(config: Config) -> None:
 
 
 def _world_size(config: Config, env: Env, gpus: int) -> int:
-    if env.in_torchrun:
+    if env.has_launcher:
         return env.world_size
     if config.launch.processes is not None:
         return config.launch.processes
@@ -149,7 +149,7 @@ def _check_world(config: Config, world: int, env: Env) -> None:
         (config.rollout.tensor, "rollout.tensor"),
     ):
         if world % product:
-            origin = "torchrun's WORLD_SIZE" if env.in_torchrun else "launch.processes"
+            origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(
                 f"{origin}={world} is not divisible by {names} = {product}; use a multiple of {fits} processes"
             )

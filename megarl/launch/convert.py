@@ -1,6 +1,6 @@
 """`megarl convert`: what the folder is, what the model is, one conversion with a bar, one line at the end.
 
-    config.json -> ModelShape -> table (one rank) -> Places -> checkpoint.convert
+    config.json -> ModelShape -> table (one rank) -> ConversionMap -> checkpoint.convert
 
 No GPU, no ranks, and no weights in memory but those on their way. A Megatron folder made here holds the model's
 config and tokenizer too, so it can be given to training as `model.path`, or converted back.
@@ -19,16 +19,16 @@ from typing import Any, Literal
 import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megarl.checkpoint.conversion_map import ConversionMap
 from megarl.checkpoint.convert import convert
 from megarl.checkpoint.hf_folder import HfFolder
-from megarl.checkpoint.places import Places
 from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, MegatronTarget, Source, Target
 from megarl.checkpoint.slots import Slot, slots_of
 from megarl.checkpoint.torch_dist import Reader, is_checkpoint
-from megarl.config.model import ModelShape, read_model
 from megarl.layout import Layout, Parallel, stage_layers
-from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
+from megarl.models.shape import ModelShape, read_model
+from megarl.models.shards import ShardSlice
 
 __all__ = ["FILE_BYTES", "run_convert"]
 
@@ -122,7 +122,7 @@ def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
         raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
 
 
-def _open(source: Path, shape: ModelShape) -> tuple[Source, Places, list[str]]:
+def _open(source: Path, shape: ModelShape) -> tuple[Source, ConversionMap, list[str]]:
     """The source, where it and its target hold what, and the names of Megatron's other state."""
     if is_checkpoint(source):
         reader = Reader(source)
@@ -136,7 +136,7 @@ def _open(source: Path, shape: ModelShape) -> tuple[Source, Places, list[str]]:
     return HfSource(places, folder), places, objects
 
 
-def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[Places, list[str]]:
+def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[ConversionMap, list[str]]:
     """Where one rank alone would hold everything, and the names of Megatron's other state.
 
     `mtp`: with the layers of multi-token prediction, which the source has. Of `names` there, those that repeat the
@@ -144,16 +144,16 @@ def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[Pl
     """
     sizes = hf_shapes(shape, mtp=mtp)
     rows = padded_vocab(shape.vocab, 1)
-    boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
+    boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
     repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
     boxes = [box for box in boxes if box.name not in repeated]
     slots, objects = slots_of(shape, sizes, boxes, padded_vocab=rows)
     for name in sorted(repeated.intersection(names)):
         size, start = sizes[name], (0,) * len(sizes[name])
-        boxes.append(Box(name, start, size, name, 0, (size[1], 1)))
+        boxes.append(ShardSlice(name, start, size, name, 0, (size[1], 1)))
         slots.append(Slot(name, 0, name, size, start, size, 0, may_be_padded=False))
     held = {name: size for name, size in sizes.items() if name not in repeated or name in names}
-    return Places.of(held, boxes, slots), objects
+    return ConversionMap.of(held, boxes, slots), objects
 
 
 class _Files:

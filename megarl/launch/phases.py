@@ -24,7 +24,7 @@ __all__ = ["Resting", "Sleeping", "TimedPhases"]
 
 
 class Resting(Protocol):
-    """The trainer's memory (megarl.actor.memory.Memory)."""
+    """The trainer's memory (megarl.trainer.offload.Memory)."""
 
     def rest(self) -> None: ...  # nothing trains now; the weights stay
     def leave(self) -> None: ...  # nor are the weights read

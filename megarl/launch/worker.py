@@ -1,6 +1,6 @@
 """One rank: die with the launcher, keep noise in a log, run the stage, leave word of how it ended.
 
-    python -m megarl.launch.worker runs/<name>/config.yaml      (started by megarl.launch.torchrun)
+    python -m megarl.launch.worker runs/<name>/config.yaml      (started by megarl.launch.spawn)
 
 Rank 0's Python output goes to the terminal; everything else (C++ chatter, other ranks) goes to
 runs/<name>/logs/rank_<r>.log.
@@ -22,7 +22,7 @@ from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
-from megarl.launch import outcome
+from megarl.launch import exit_codes
 from megarl.launch.current import current
 from megarl.platform.env import Env, set_env
 
@@ -50,20 +50,20 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     ring: Callable[[str, int], None] = _nobody
     try:
-        from megarl.launch import colocated, layouts
-        from megarl.launch.alarm import Alarm
+        from megarl.launch import build, check
+        from megarl.launch.failure_watch import Alarm
 
-        if env.in_torchrun and not env.launched and env.num_nodes > 1:
+        if env.has_launcher and not env.launched and env.num_nodes > 1:
             alarm = Alarm(env)
-            alarm.watch(lambda said, code: _note_exit(folder, env, outcome.Failure(-1, code, said, "", time.time())))
+            alarm.watch(lambda said, code: _note_exit(folder, env, exit_codes.Failure(-1, code, said, "", time.time())))
             ring = alarm.ring
-        {"train": colocated.run, "eval": colocated.evaluate, "check": layouts.check}[command](config, env)
+        {"train": build.run, "eval": build.evaluate, "check": check.check}[command](config, env)
     except KeyboardInterrupt:
-        _note_exit(folder, env, outcome.Failure(env.rank, outcome.STOPPED, "stopped", "", time.time()))
-        return outcome.STOPPED
+        _note_exit(folder, env, exit_codes.Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
+        return exit_codes.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
         traceback.print_exc()
-        failure = outcome.record_failure(folder, env.rank, error, during=current())
+        failure = exit_codes.record_failure(folder, env.rank, error, during=current())
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
         ring(failure.message, failure.code)
@@ -72,19 +72,19 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     if env.rank == 0 and not env.launched:
-        outcome.write_exit(folder, outcome.DONE, world=env.world_size)
-    return outcome.DONE
+        exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
+    return exit_codes.DONE
 
 
 def _nobody(message: str, code: int) -> None:
     """On one node the launcher tells the others."""
 
 
-def _note_exit(folder: Path, env: Env, failure: outcome.Failure) -> bool:
+def _note_exit(folder: Path, env: Env, failure: exit_codes.Failure) -> bool:
     """Write exit.json where no launcher of ours will, unless a rank was faster; whether this one wrote it."""
     if env.launched or (folder / "exit.json").exists():
         return False
-    outcome.write_exit(folder, failure.code, failure, world=env.world_size)
+    exit_codes.write_exit(folder, failure.code, failure, world=env.world_size)
     return True
 
 
@@ -94,7 +94,7 @@ def _die_with_parent(launcher_pid: int) -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died before the call above
-        os._exit(outcome.STOPPED)
+        os._exit(exit_codes.STOPPED)
 
 
 def _divert_output(log: Path) -> TextIO:

@@ -30,7 +30,7 @@ class Env:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: none was given
-    in_torchrun: bool = False  # the five values above came from a launcher
+    has_launcher: bool = False  # the five values above came from a launcher
     launched: bool = False  # ... and that launcher is megarl's own
     launcher_pid: int = 0  # whose death ends the job, the same on every rank of a host
     job_id: str = ""  # the same on every rank of a job on a host, different between jobs
@@ -71,7 +71,7 @@ class Env:
             local_world_size=number("LOCAL_WORLD_SIZE", world_size),
             master_addr=source.get("MASTER_ADDR", "127.0.0.1"),
             master_port=port,
-            in_torchrun=True,
+            has_launcher=True,
             launched="MEGARL_LAUNCHED" in source,
             launcher_pid=number("MEGARL_LAUNCHED", os.getppid()),
             job_id=job_id,

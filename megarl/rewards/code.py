@@ -19,9 +19,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
+from megarl.jail.sandbox import Limits, Run, missing_limits, run_calls, run_program, told
 from megarl.rewards.code_tests import CallTest, ProgramTest, read_tests
 from megarl.rewards.outcome import Case, Verdict, options_of
-from megarl.rewards.sandbox import Limits, Run, missing_limits, run_calls, run_program, told
 
 __all__ = ["Code", "CodeOptions", "extract_code", "make_code"]
 

@@ -30,7 +30,7 @@ from megarl.types import CheckFailed, Finish, Sample
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from megarl.rollout.receiver import LayerReceiver
+    from megarl.rollout.weight_loader import LayerReceiver
 
 __all__ = ["Engine", "EngineSpec"]
 
@@ -97,8 +97,8 @@ class Engine:
         from vllm import LLM
 
         from megarl.rollout import patches
-        from megarl.rollout.receiver import LayerReceiver
-        from megarl.rollout.record import record
+        from megarl.rollout.loader_trace import record
+        from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if spec.enforce_eager is None else spec.enforce_eager

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.flows import draw_flows
 from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.plan_figure import draw_flows
 
 __all__ = ["PLAN", "write_report"]
 

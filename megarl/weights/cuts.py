@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.layout import Axis
-from megarl.weights.mapping import Box, Rule
+from megarl.models.shards import Rule, ShardSlice
 from megarl.weights.plan import intersect
 
 __all__ = ["Bundle", "Cut", "cut_rules", "pitches"]
@@ -21,8 +21,8 @@ __all__ = ["Bundle", "Cut", "cut_rules", "pitches"]
 class Cut:
     """One region of one HF tensor (names not filled in), in a source's and in a destination's parameter."""
 
-    source: Box
-    destination: Box
+    source: ShardSlice
+    destination: ShardSlice
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -59,10 +59,10 @@ def cut_rules(
 
     Raises ValueError naming the tensor when the source does not hold what the destination keeps.
     """
-    held: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    held: dict[str, dict[ShardSlice, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, box in _boxes(source, sizes[0]):
         held[box.name][box].append(rank)
-    kept: dict[Box, list[int]] = defaultdict(list)
+    kept: dict[ShardSlice, list[int]] = defaultdict(list)
     for rank, box in _boxes(destination, sizes[1]):
         kept[box].append(rank)
     order = {name: number for number, name in enumerate(dict.fromkeys(box.name for box in kept))}
@@ -93,7 +93,7 @@ def pitches(rules: Sequence[Rule], size: int) -> dict[str, int]:
     return dict(found)
 
 
-def _boxes(rules: Sequence[Rule], size: int) -> Iterator[tuple[int, Box]]:
+def _boxes(rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
     for rank in range(size):
         for rule in rules:
             for box in rule.boxes(Axis(size, rank)):

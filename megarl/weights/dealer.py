@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.models.engine import engine_layout
+from megarl.models.shape import ModelShape
 from megarl.weights.cuts import Bundle
-from megarl.weights.models.engine import engine_layout
 from megarl.weights.order import EMBEDDING, HEAD
 
 __all__ = ["Dealer", "Fleet", "Ints", "engine_layout_of"]
 
 Ints = NDArray[np.int64]
-COLUMNS = ("bundle", "layer", "expert", "source", "destination", "is_forward")
+COLUMNS = ("bundle", "layer", "expert", "source", "destination", "is_relay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Dealer:
     def rows(self) -> dict[str, Ints]:
         columns = np.concatenate(self._found, axis=1)
         rows = dict(zip(COLUMNS, columns, strict=True))
-        return rows | {"is_forward": rows["is_forward"].astype(bool)}
+        return rows | {"is_relay": rows["is_relay"].astype(bool)}
 
     def deal(self, bundles: Sequence[Bundle], number: int, layers: Sequence[int]) -> None:
         """Largest first, from whom has sent least of this layer to this group, then least of all."""
@@ -161,10 +161,10 @@ class Dealer:
         is_near = near.any(2)
         first = np.array(gpus)[np.broadcast_to((turn + layers) % len(gpus), is_near.shape)]
         for gpu in gpus:
-            is_forward = ~is_near & (first != gpu)
-            source = np.where(is_near, closest, np.where(is_forward, first, far))
+            is_relay = ~is_near & (first != gpu)
+            source = np.where(is_near, closest, np.where(is_relay, first, far))
             source = np.where((able == gpu).any(2), gpu, source)
-            columns = np.broadcast_arrays(bundle, layers, experts, source, gpu, is_forward)
+            columns = np.broadcast_arrays(bundle, layers, experts, source, gpu, is_relay)
             self._found.append(np.stack([column.ravel() for column in columns]))
 
     def _by_node(self, bundle: Bundle, part: int = 0) -> list[list[int]]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megarl.config.model import ModelShape
 from megarl.layout import Layout, stage_layers
+from megarl.models.engine import engine_table
+from megarl.models.registry import megatron_table
+from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice, of_expert
 from megarl.weights.cuts import Bundle, cut_rules, pitches
 from megarl.weights.dealer import Dealer, Fleet, Ints, engine_layout_of
-from megarl.weights.mapping import Box, of_expert
-from megarl.weights.models import megatron_table
-from megarl.weights.models.engine import engine_table
 from megarl.weights.order import EMBEDDING, HEAD, Rows, assign_rounds
 from megarl.weights.plan import Piece, make_piece
 
@@ -44,7 +44,7 @@ class Flows:
     destination: Ints  # GPU; of a forwarded row `source` is an engine's GPU too
     round: Ints
     num_bytes: Ints
-    is_forward: Ints  # of bools
+    is_relay: Ints  # of bools
 
     @property
     def num_rounds(self) -> int:
@@ -54,19 +54,19 @@ class Flows:
         """What these rows consist of. A forwarded row is read where the engine's GPU received it."""
         fleet, filled = self.fleet, self._fill
         for row in rows:
-            bundle, is_forward = self.bundles[int(self.bundle[row])], bool(self.is_forward[row])
+            bundle, is_relay = self.bundles[int(self.bundle[row])], bool(self.is_relay[row])
             layer, expert, sender = int(self.layer[row]), int(self.expert[row]), int(self.source[row])
-            giver = engine_layout_of(fleet, sender - fleet.first) if is_forward else fleet.source(sender)
+            giver = engine_layout_of(fleet, sender - fleet.first) if is_relay else fleet.source(sender)
             taker = engine_layout_of(fleet, int(self.destination[row]) - fleet.first)
             for cut in bundle.cuts:
-                source = filled(cut.destination if is_forward else cut.source, giver, layer, expert)
+                source = filled(cut.destination if is_relay else cut.source, giver, layer, expert)
                 destination = filled(cut.destination, taker, layer, expert)
                 start, shape = cut.start, cut.shape
                 if len(source.shape) > len(shape):  # the tensor holds all experts
                     start, shape = (expert, *start), (1, *shape)
                 yield make_piece(source.name, start, shape, source, destination)
 
-    def _fill(self, box: Box, layout: Layout, layer: int, expert: int) -> Box:
+    def _fill(self, box: ShardSlice, layout: Layout, layer: int, expert: int) -> ShardSlice:
         """The box with its names filled in, for a layer and an expert (-1: none) on one rank."""
         chunks = stage_layers(self.shape.layers, layout)
         number = next((n for n, layers in enumerate(chunks) if layer in layers), 0 if layer == EMBEDDING else -1)
@@ -124,4 +124,4 @@ def plan_flows(
         senders=fleet.trainers // fleet.parallel.pipeline,
         bucket_bytes=bucket_bytes,
     )
-    return Flows(fleet, shape, tuple(bundles), sizes, **rows, round=rounds + rows["is_forward"], num_bytes=num_bytes)
+    return Flows(fleet, shape, tuple(bundles), sizes, **rows, round=rounds + rows["is_relay"], num_bytes=num_bytes)

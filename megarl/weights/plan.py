@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from megarl.weights.mapping import Box
+from megarl.models.shards import ShardSlice
 
 __all__ = ["Message", "Piece", "Plan", "View", "arrived", "find_gaps", "intersect", "make_piece", "make_plan"]
 
-Boxes = Sequence[Sequence[Box]]  # [rank] -> what it holds
+Boxes = Sequence[Sequence[ShardSlice]]  # [rank] -> what it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Piece:
     shape: tuple[int, ...]
     source: View  # of a parameter; of a piece copied on: of the bucket of the round before, param is `arrived(from)`
     destination: View
-    is_forward: bool = False
+    is_relay: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,14 +64,14 @@ class Message:
         return sum(piece.numel for piece in self.pieces)
 
     @property
-    def is_forward(self) -> bool:
+    def is_relay(self) -> bool:
         """Some of it must have arrived before it can be packed."""
-        return any(piece.is_forward for piece in self.pieces)
+        return any(piece.is_relay for piece in self.pieces)
 
     def __str__(self) -> str:
         names = sorted({piece.name for piece in self.pieces})
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        how = " (copied on)" if self.is_forward else ""
+        how = " (copied on)" if self.is_relay else ""
         return f"rank {self.source} -> rank {self.destination}{how}: {', '.join(names[:3])}{rest}"
 
 
@@ -109,25 +109,25 @@ class Plan:
 class _Shared:
     """One rectangle of a tensor and the ranks that hold it, each with its own box."""
 
-    box: Box
-    holders: Mapping[int, Box]
+    box: ShardSlice
+    holders: Mapping[int, ShardSlice]
 
 
 def make_plan(
-    sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_bytes: int, node_ranks: int | None = None
+    sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_bytes: int, ranks_per_node: int | None = None
 ) -> Plan:
     """Every element of every destination box exactly once, from whoever holds it.
 
-    `node_ranks`: ranks of a node, numbered node by node; None: all are on one, and nothing is copied on.
+    `ranks_per_node`: ranks of a node, numbered node by node; None: all are on one, and nothing is copied on.
     Raises ValueError naming the tensor when sources leave a gap or overlap.
     """
     held = _held(sources)
-    dealer = _Dealer(_Packer(max(1, bucket_bytes // itemsize)), node_ranks or max(len(sources), len(destinations)))
+    dealer = _Dealer(_Packer(max(1, bucket_bytes // itemsize)), ranks_per_node or max(len(sources), len(destinations)))
     for name, wanted in _wanted(destinations):
         found = [0] * len(wanted)
         for shared in held.get(name, ()):
             # (start, shape, node) -> those of `wanted` that keep it; replicas and repeated heads keep the same region
-            regions: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[tuple[int, Box]]] = {}
+            regions: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[tuple[int, ShardSlice]]] = {}
             for index, (rank, box) in enumerate(wanted):
                 overlap = intersect(shared.box, box)
                 if overlap is not None:
@@ -162,7 +162,7 @@ def find_gaps(expected: Mapping[str, tuple[int, ...]], boxes: Boxes) -> list[str
 
 def _held(sources: Boxes) -> dict[str, list[_Shared]]:
     """Each tensor's distinct rectangles; replicas of one rectangle are holders of it."""
-    by_name: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, Box]]] = {}
+    by_name: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, ShardSlice]]] = {}
     for rank, boxes in enumerate(sources):
         for box in boxes:
             holders = by_name.setdefault(box.name, {}).setdefault((box.start, box.shape), {})
@@ -181,9 +181,9 @@ def _held(sources: Boxes) -> dict[str, list[_Shared]]:
     return held
 
 
-def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, Box]]]]:
+def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, ShardSlice]]]]:
     """Each tensor with the boxes ranks keep of it, in the order the engines keep their layers, all ranks at a time."""
-    by_name: dict[str, list[tuple[int, Box]]] = {}
+    by_name: dict[str, list[tuple[int, ShardSlice]]] = {}
     place: dict[str, int] = {}
     for rank, boxes in enumerate(destinations):
         for number, box in enumerate(boxes):
@@ -192,7 +192,7 @@ def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, Box]]]]:
     yield from sorted(by_name.items(), key=lambda item: place[item[0]])
 
 
-def intersect(one: Box, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def intersect(one: ShardSlice, other: ShardSlice) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(start, shape) of what both hold."""
     start = tuple(map(max, one.start, other.start))
     shape = tuple(
@@ -211,8 +211,10 @@ def _cut(
         yield (start[0] + first, *start[1:]), (min(rows, shape[0] - first), *shape[1:])
 
 
-def make_piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source: Box, destination: Box) -> Piece:
-    def view(box: Box) -> View:
+def make_piece(
+    name: str, start: tuple[int, ...], shape: tuple[int, ...], source: ShardSlice, destination: ShardSlice
+) -> Piece:
+    def view(box: ShardSlice) -> View:
         at = sum((s - b) * stride for s, b, stride in zip(start, box.start, box.strides, strict=True))
         return View(box.param, box.offset + at, box.strides)
 
@@ -222,9 +224,9 @@ def make_piece(name: str, start: tuple[int, ...], shape: tuple[int, ...], source
 class _Dealer:
     """Says who sends a region to whom, the least busy first."""
 
-    def __init__(self, packer: _Packer, node_ranks: int) -> None:
+    def __init__(self, packer: _Packer, ranks_per_node: int) -> None:
         self.packer = packer
-        self._node_ranks = node_ranks
+        self._node_ranks = ranks_per_node
         self._sent: dict[int, int] = defaultdict(int)  # elements each rank sends of its own
         self._taken: dict[int, int] = defaultdict(int)  # elements each rank gets from who holds them
 
@@ -237,11 +239,11 @@ class _Dealer:
         start: tuple[int, ...],
         shape: tuple[int, ...],
         node: int,
-        keepers: Sequence[tuple[int, Box]],  # on that node
+        keepers: Sequence[tuple[int, ShardSlice]],  # on that node
     ) -> None:
         near = [rank for rank in shared.holders if self.node(rank) == node]
         foreign = {rank: box for rank, box in keepers if rank not in shared.holders}
-        onward: dict[int, Box] = {}
+        onward: dict[int, ShardSlice] = {}
         if not near and len(foreign) > 1:
             first = min(foreign, key=lambda rank: (self._taken[rank], rank))
             onward = {rank: box for rank, box in foreign.items() if rank != first}
@@ -283,7 +285,7 @@ class _Packer:
             strides = tuple(prod(piece.shape[axis + 1 :]) for axis in range(len(piece.shape)))
             lies = View(arrived(source), sum(earlier.numel for earlier in message), strides)
             for rank, view in onward.items():
-                copy = replace(piece, source=lies, destination=view, is_forward=True)
+                copy = replace(piece, source=lies, destination=view, is_relay=True)
                 self._messages[now + 1, destination, rank].append(copy)
         message.append(piece)
         for later, way, rank, load in loads:

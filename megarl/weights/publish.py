@@ -26,15 +26,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megarl.models.engine import disagreement
+from megarl.models.shards import ShardSlice, by_pairs
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.mapping import Box, by_pairs
-from megarl.weights.models.engine import disagreement
-from megarl.weights.places import Places
+from megarl.weights.execute import BucketChecksums, PlanExecutor
+from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
+from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Boxes, Message, Piece, Plan, find_gaps, make_plan
-from megarl.weights.rounds import Rounds, Sums
 from megarl.weights.transports import Transport
-from megarl.weights.words import boxes_in_words, shapes_in_words
 
 __all__ = ["BUCKET_BYTES", "Probe", "Publisher", "Receiver"]
 
@@ -48,7 +48,7 @@ class Receiver(Protocol):
     """One rank of an engine as weights see it: begin, write ..., seal, finish; abort at any time."""
 
     @property
-    def boxes(self) -> Sequence[Box]:
+    def boxes(self) -> Sequence[ShardSlice]:
         """What this rank keeps of each HF tensor, in the order of its layers."""
         ...
 
@@ -65,7 +65,7 @@ class Receiver(Protocol):
         ...
 
     def places(self) -> Tensor:
-        """[boxes] int64: `digest.placed` of each box, read from where it lay in checkpoint form."""
+        """[boxes] int64: `checksum.positional_checksum` of each box, read from where it lay in checkpoint form."""
         ...
 
     def finish(self, version: int) -> None: ...
@@ -100,12 +100,12 @@ class Publisher:
         num_tensors: int,
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),
-        places: Places | None = None,
+        places: PlacementCheck | None = None,
         is_staged: bool = True,
-        node_ranks: int = 1,
+        ranks_per_node: int = 1,
     ) -> None:
         self._places = places
-        self._node_ranks = node_ranks
+        self._node_ranks = ranks_per_node
         self._is_staged = is_staged
         self._receiver = receiver
         self._transport = transport
@@ -117,7 +117,7 @@ class Publisher:
         self._needed = _extents(plan, transport.rank)
         self._fp32_parameters = {p.source.param for p in _read(plan, transport.rank) if p.name in fp32}
         self._device = next(iter(parameters().values())).device
-        self.rounds = Rounds(plan, transport, dtype, self._device)
+        self.rounds = PlanExecutor(plan, transport, dtype, self._device)
 
     @classmethod
     def connect(
@@ -127,35 +127,35 @@ class Publisher:
         expected: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint with its shape
         parameters: Callable[[], Mapping[str, Tensor]],
         receiver: Receiver,
-        replica_ranks: int,
+        ranks_per_replica: int,
         transport: Transport,
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
         probe: Probe | None = None,
         fp32: frozenset[str] = frozenset(),  # HF tensors that stay fp32 on both sides; the receiver knows them too
-        table: Sequence[Box] | None = None,  # what the family's table says that this rank of the engine keeps
-        node_ranks: int | None = None,  # ranks of a node; None: all are on one
+        table: Sequence[ShardSlice] | None = None,  # what the family's table says that this rank of the engine keeps
+        ranks_per_node: int | None = None,  # ranks of a node; None: all are on one
         is_staged: bool = True,
     ) -> Publisher:
         """Raises CheckFailed, on all ranks, when a tensor is missing on either side, when the engine keeps one
         elsewhere than its table says, or when ranks plan differently."""
-        destinations: list[list[Box]] = transport.gather(list(receiver.boxes))
+        destinations: list[list[ShardSlice]] = transport.gather(list(receiver.boxes))
         if table is not None:
-            said = transport.gather(disagreement(boxes_in_words(table, fp32, dtype.itemsize), receiver.boxes))
+            said = transport.gather(disagreement(view_fp32_as_16bit(table, fp32, dtype.itemsize), receiver.boxes))
             if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
                 raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out otherwise than the one megarl is made for")
         paired = {b.name for boxes in sources for b in boxes if len(b.shape) > len(expected[b.name])}
         destinations = [[by_pairs(b) if b.name in paired else b for b in boxes] for boxes in destinations]
-        sources = [boxes_in_words(boxes, fp32, dtype.itemsize) for boxes in sources]
-        expected = shapes_in_words(expected, fp32, dtype.itemsize)
+        sources = [view_fp32_as_16bit(boxes, fp32, dtype.itemsize) for boxes in sources]
+        expected = shapes_fp32_as_16bit(expected, fp32, dtype.itemsize)
         _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
-        for first in range(0, transport.world, replica_ranks):
-            ranks = range(first, first + replica_ranks)
+        for first in range(0, transport.world, ranks_per_replica):
+            ranks = range(first, first + ranks_per_replica)
             who = f"the engine on ranks {ranks.start}..{ranks.stop - 1} takes no complete"
             _refuse_gaps(who, find_gaps(expected, [_distinct(destinations[r] for r in ranks)]))
         try:
             plan = make_plan(
-                sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, node_ranks=node_ranks
+                sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node
             )
         except ValueError as error:
             raise CheckFailed(f"no plan moves the weights: {error}") from None
@@ -163,8 +163,8 @@ class Publisher:
         if len(set(prints)) > 1:
             odd = [rank for rank, seen in enumerate(prints) if seen != prints[0]]
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
-        places = Places.of(list(expected), sources, destinations, replica_ranks, dtype, frozenset(paired))
-        near = node_ranks or transport.world
+        places = PlacementCheck.of(list(expected), sources, destinations, ranks_per_replica, dtype, frozenset(paired))
+        near = ranks_per_node or transport.world
         return cls(plan, receiver, transport, parameters, dtype, len(expected), probe, fp32, places, is_staged, near)
 
     @property
@@ -175,7 +175,7 @@ class Publisher:
         """Raises CheckFailed, on all ranks, when anything is missing or changed, with what the engine is left with."""
         began = time.perf_counter()
         with _leaving(KEEPS):
-            self._transport.roll_call(f"the sync of weights, version {version}")
+            self._transport.barrier(f"the sync of weights, version {version}")
             parameters = self._parameters()
             self._agree(self._lacking(parameters) or self._no_room())
             staged = self._stage(parameters) if self._is_staged else None
@@ -251,7 +251,7 @@ class Publisher:
         self._compare(self.rounds.run(parameters, writes.take, staying=True))
         return writes.fault()
 
-    def _compare(self, sums: Sums) -> None:
+    def _compare(self, sums: BucketChecksums) -> None:
         sent, received = self._transport.sum(torch.stack([sums.sent, sums.received]))
         changed = (sent != received).nonzero().flatten().tolist()
         if changed:
@@ -301,7 +301,7 @@ class Publisher:
 class _Writes:
     """Buckets into the engine. A write that fails is remembered, for the peers' sake: they wait for later rounds."""
 
-    def __init__(self, receiver: Receiver, rounds: Rounds) -> None:
+    def __init__(self, receiver: Receiver, rounds: PlanExecutor) -> None:
         self._receiver, self._rounds = receiver, rounds
         self._wrong: list[tuple[int, Tensor]] = []  # (message, its pieces that read back otherwise)
         self._error: str | None = None
@@ -338,15 +338,15 @@ def _refuse_gaps(who: str, gaps: Sequence[str]) -> None:
         raise CheckFailed(f"{who} {', '.join(gaps[:4])}{rest}")
 
 
-def _distinct(boxes_of_ranks: object) -> list[Box]:
+def _distinct(slices_by_rank: object) -> list[ShardSlice]:
     """Boxes of a replica's ranks, each rectangle once (key-value heads may be held by several)."""
-    seen = {(box.name, box.start, box.shape): box for boxes in boxes_of_ranks for box in boxes}  # type: ignore[attr-defined]
+    seen = {(box.name, box.start, box.shape): box for boxes in slices_by_rank for box in boxes}  # type: ignore[attr-defined]
     return list(seen.values())
 
 
 def _read(plan: Plan, rank: int) -> Iterator[Piece]:
     """The pieces that a rank reads from its parameters."""
-    return (piece for m in plan.messages if m.source == rank for piece in m.pieces if not piece.is_forward)
+    return (piece for m in plan.messages if m.source == rank for piece in m.pieces if not piece.is_relay)
 
 
 def _extents(plan: Plan, rank: int) -> dict[str, int]:

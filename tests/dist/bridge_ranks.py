@@ -20,14 +20,14 @@ from actor_cases import random_batch
 from actor_ranks import Bench, config_of, join, measure, run_checks, score, train_once
 from family_ranks import in_bf16, round_trip
 
-from megarl.actor.actor import Actor
-from megarl.actor.bridged import Bridged, record
-from megarl.config.model import read_model
 from megarl.launch.checks import probe_tokens, score_rows
+from megarl.models.registry import fp32_tensors, hf_shapes
+from megarl.models.shape import read_model
+from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
-from megarl.weights.mapping import Box
-from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.trainer.bridged import Bridged, record
+from megarl.trainer.trainer import Actor
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports.collective import Collective
 
@@ -65,17 +65,17 @@ def compare_tables(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def _disputed(actor: Actor, fault: str = "") -> list[Box]:
+def _disputed(actor: Actor, fault: str = "") -> list[ShardSlice]:
     assert actor.config.model.path is not None
     shape = replace(actor.shape, bridge=Path(actor.config.model.path))
     bridged = Bridged.of(shape, actor.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
     chunks: Any = [chunk.module for chunk in actor.model]
     recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(actor.shape), actor.layout.ep)
-    table = actor.boxes_of_ranks()[actor.layout.rank]
+    table = actor.slices_by_rank()[actor.layout.rank]
     return sorted({_normal(box) for box in recorded} ^ {_normal(box) for box in table}, key=str)
 
 
-def _normal(box: Box) -> Box:
+def _normal(box: ShardSlice) -> ShardSlice:
     """Strides of dims of one element say nothing."""
     return replace(box, strides=tuple(0 if n == 1 else s for n, s in zip(box.shape, box.strides, strict=True)))
 
@@ -151,11 +151,11 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     tokens_NL = probe_tokens(shape.vocab, length=24)
     trainer = partial(score_rows, actor)
     publisher = Publisher.connect(
-        sources=actor.boxes_of_ranks(),
+        sources=actor.slices_by_rank(),
         expected=actor.hf_shapes(),
         parameters=actor.parameters_by_name,
         receiver=engine.receiver,
-        replica_ranks=tensor,
+        ranks_per_replica=tensor,
         transport=Collective(),
         dtype=torch.float32,
         probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),

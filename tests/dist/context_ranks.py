@@ -22,13 +22,13 @@ from actor_cases import load_model, oracle_logprobs, random_batch, save_model
 from actor_ranks import run_checks
 from torch import Tensor
 
-from megarl.actor import actor as actor_module
-from megarl.actor.actor import Actor
 from megarl.algorithms.objective import add_advantages, initial_state
-from megarl.config.model import read_model
 from megarl.config.schema import Config
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
+from megarl.models.shape import read_model
+from megarl.trainer import trainer as trainer_module
+from megarl.trainer.trainer import Actor
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch
 
 Sizes = dict[str, int]  # of parallel
@@ -118,7 +118,7 @@ def whole_gradients(actor: Actor) -> dict[str, Tensor]:
         prefix = f"chunk{number}." if len(actor.model) > 1 else ""
         gradients |= {prefix + name: p.main_grad for name, p in chunk.module.named_parameters()}
     mine = []
-    for box in actor.boxes_of_ranks()[actor.layout.rank]:
+    for box in actor.slices_by_rank()[actor.layout.rank]:
         if box.param in gradients:
             part = gradients[box.param]
             mine.append(
@@ -147,17 +147,17 @@ def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str,
     """One update: what it reports, and its gradients before clipping."""
     kept: dict[str, Tensor] = {}
     before = router_biases(actor)
-    step = actor_module.take_step
+    step = trainer_module.take_step
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
         kept.update(whole_gradients(actor))
         return step(*args, **kwargs)
 
-    actor_module.take_step = keeping
+    trainer_module.take_step = keeping
     try:
         report = actor.update(scored, plan).updates[0]
     finally:
-        actor_module.take_step = step
+        trainer_module.take_step = step
     return {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -211,7 +211,7 @@ def oracle(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> dict[
     for number, (_gate, logits_TE) in enumerate(logits):
         start, end = spans[number // (len(logits) // len(spans))]
         weight = scored.mask[start:end].sum() / scored.mask.sum()
-        aux, z = router_terms(logits_TE, config)
+        aux, z = router_losses(logits_TE, config)
         terms = terms + weight * (config.moe.aux_loss * aux + config.moe.z_loss * z)
     (loss + terms).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -233,7 +233,7 @@ def saved_as(name: str, gradient: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
-def router_terms(logits_TE: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+def router_losses(logits_TE: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Balance and z of one row, written out for softmax routers that choose two experts."""
     scores_TE = logits_TE.softmax(-1)
     num_tokens, num_experts = logits_TE.shape

@@ -19,10 +19,10 @@ from actor_cases import save_model
 from actor_ranks import Bench, config_of, join, measure
 from safetensors.torch import load_file, save_file
 
-from megarl.actor.actor import Actor
 from megarl.checkpoint.hf import export_hf
+from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.platform.device import DTYPES
-from megarl.weights.models import fp32_tensors, hf_shapes
+from megarl.trainer.trainer import Actor
 from megarl.weights.transports.collective import Collective
 
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
@@ -51,7 +51,7 @@ def round_trip(actor: Actor) -> list[str]:
         back,
         origin=origin,
         shapes=hf_shapes(actor.shape),
-        sources=actor.boxes_of_ranks(),
+        sources=actor.slices_by_rank(),
         parameters=actor.parameters_by_name,
         transport=Collective(),
         dtype=DTYPES[actor.config.train.dtype],

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.actor.actor import Actor
-from megarl.check import check_layouts, compare, rows_of
-from megarl.config.model import read_model
 from megarl.config.schema import Config, Create
-from megarl.launch.create import create_model
+from megarl.debug.layout_check import check_layouts, compare, rows_of
+from megarl.launch.random_model import create_model
 from megarl.layout import Layout
+from megarl.models.shape import read_model
+from megarl.trainer.trainer import Actor
 from megarl.types import Prompt
 
 WORLD = 4

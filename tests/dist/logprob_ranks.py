@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.actor.logprobs import VocabShard, token_outputs
+from megarl.trainer.logprobs import VocabShard, token_outputs
 
 CASES = {"whole": (500, 256), "padded": (67, 40), "one rank holds padding alone": (30, 32)}  # tokens, rows of a rank
 

@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.actor.actor import Actor
 from megarl.algorithms.objective import supervised
-from megarl.config.model import read_model
 from megarl.config.schema import Config, Create
 from megarl.data.packing import plan_microbatches
-from megarl.launch.create import create_model
 from megarl.launch.phases import TimedPhases
+from megarl.launch.random_model import create_model
 from megarl.layout import Layout
+from megarl.models.shape import read_model
+from megarl.trainer.trainer import Actor
 
 DEVICE = torch.device("cpu", 0)
 LARGE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 32_000, "tokenizer": "none"}

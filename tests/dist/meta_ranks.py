@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.model import ModelShape, read_model
 from megarl.layout import Layout, Parallel
-from megarl.platform import host
+from megarl.models.shape import ModelShape, read_model
+from megarl.platform import megatron_on_cpu
 
-host.install()
+megatron_on_cpu.install()
 
-from megarl.actor.build import build_model, destroy_parallel, held_tensors, init_parallel  # noqa: E402
-from megarl.actor.settings import transformer_config  # noqa: E402
+from megarl.trainer.megatron_config import transformer_config  # noqa: E402
+from megarl.trainer.model import build_model, destroy_parallel, init_parallel, local_tensors  # noqa: E402
 
 
 class OnMeta(TorchFunctionMode):
@@ -54,7 +54,7 @@ def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[
     init_parallel(parallel, layout)
     config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
     with torch.device("meta"), OnMeta():
-        held = held_tensors(build_model(shape, layout, config, use_te=False))
+        held = local_tensors(build_model(shape, layout, config, use_te=False))
     wide = {name for name, tensor in held.items() if tensor.dtype == torch.float32}
     assert all(name.endswith("expert_bias") for name in wide), wide
     destroy_parallel()
@@ -71,7 +71,7 @@ def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
     config.mtp_num_layers = shape.mtp_layers
     with torch.device("meta"), OnMeta():
         model = build_model(shape, layout, config, use_te=False)
-    return {name: list(tensor.shape) for name, tensor in held_tensors(model).items()}
+    return {name: list(tensor.shape) for name, tensor in local_tensors(model).items()}
 
 
 def main(folder: str, sizes: str, world: str = "1") -> None:

@@ -23,14 +23,14 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.model import ModelShape, read_model
 from megarl.layout import Layout, Parallel
+from megarl.models.engine import engine_layout, engine_slices
+from megarl.models.registry import hf_shapes, megatron_slices
+from megarl.models.shape import ModelShape, read_model
+from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.types import CheckFailed, Prompt, Sample
-from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes
-from megarl.weights.models.engine import engine_boxes, engine_layout
 from megarl.weights.publish import Probe, Publisher
 from megarl.weights.transports.collective import Collective
 
@@ -141,7 +141,7 @@ class Reference:
         return worst
 
 
-def holder(boxes: Sequence[Box], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def holder(boxes: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A rank's parameters under Megatron's names; what no box covers is NaN, so that sending it would show."""
     sizes: dict[str, int] = {}
     for box in boxes:
@@ -208,18 +208,18 @@ class Launch:
         sources = []
         for rank in range(self.world):
             layout = Layout.of(parallel, self.world, rank)
-            boxes = megatron_boxes(self.shape, layout, style="local", padded_vocab=padded)
+            boxes = megatron_slices(self.shape, layout, style="local", padded_vocab=padded)
             sources.append([box for box in boxes if box.name != drop])
         self.boxes = sources[self.rank]
         self.held = holder(self.boxes, self.reference.weights)
-        table = engine_boxes(self.shape, engine_layout(tensor=self.tensor, rank=self.rank % self.tensor))
+        table = engine_slices(self.shape, engine_layout(tensor=self.tensor, rank=self.rank % self.tensor))
         bound = 1e-4
         return Publisher.connect(
             sources=sources,
             expected=self.reference.shapes,
             parameters=lambda: self.held,
             receiver=self.engine.receiver,
-            replica_ranks=self.tensor,
+            ranks_per_replica=self.tensor,
             transport=transport or Collective(),
             dtype=torch.float32,
             bucket_bytes=64 << 10,

@@ -12,10 +12,10 @@ import torch
 from actor_cases import save_model
 from safetensors.torch import load_file, save_file
 
-from megarl.config.model import read_model
 from megarl.launch.convert import run_convert
 from megarl.layout import Parallel
-from megarl.weights.models import hf_shapes
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import read_model
 
 pytestmark = pytest.mark.long  # four ranks that build two actors a model
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3")

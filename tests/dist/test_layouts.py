@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from start_ranks import run_ranks
 
-from megarl.check import parse_layout
+from megarl.debug.layout_check import parse_layout
 from megarl.layout import Parallel
 
 

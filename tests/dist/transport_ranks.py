@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.bench.sync import Memory, room_for, view
-from megarl.bench.sync import held as held_boxes
-from megarl.config.create import hf_config
-from megarl.config.model import parse_model
+from benchmarks.sync import Memory, room_for, view
+from benchmarks.sync import held as held_boxes
+from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import parse_model
+from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.fp8 import BlockScales, quantise, quantise_shards
-from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes
 from megarl.weights.publish import Publisher
+from megarl.weights.quantize import BlockScales, quantise, quantise_shards
 from megarl.weights.transports.collective import Collective
 
 MOE = {"family": "qwen3_moe", "tied": False, "experts": 4, "moe_intermediate": 16}
@@ -50,7 +50,7 @@ PAIRS = {  # trainer, engine's tensor ranks
 NODES = "pp4 -> tp1, nodes of 2 ranks"
 
 
-def boxes(parallel: Parallel, world: int, rank: int) -> list[Box]:
+def boxes(parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
     return held_boxes(SHAPE, parallel, world, rank)
 
 
@@ -59,7 +59,7 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in SHAPES.items()}
 
 
-def slice_of(full: Mapping[str, Tensor], box: Box) -> Tensor:
+def slice_of(full: Mapping[str, Tensor], box: ShardSlice) -> Tensor:
     return full[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
 
 
@@ -73,9 +73,9 @@ class Recorded(Collective):
         self.sleeps_before_call = 0.0
         self.flips: tuple[int, int] | None = None  # (source, destination): a bit of the first bucket between them
 
-    def roll_call(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         time.sleep(self.sleeps_before_call)
-        super().roll_call(what)
+        super().barrier(what)
 
     def start(self, outgoing, incoming):
         if self.dies_in == len(self.trace):
@@ -104,7 +104,7 @@ class Case:
         transport: Recorded,
         full: Mapping[str, Tensor],
         *,
-        node_ranks: int | None = None,
+        ranks_per_node: int | None = None,
         is_staged: bool = True,
     ) -> None:
         world, rank = transport.world, transport.rank
@@ -119,14 +119,14 @@ class Case:
             expected=SHAPES,
             parameters=lambda: self.held,
             receiver=self.engine,
-            replica_ranks=tensor,
+            ranks_per_replica=tensor,
             transport=transport,
             dtype=torch.float32,
             bucket_bytes=BUCKET,
-            node_ranks=node_ranks,
+            ranks_per_node=ranks_per_node,
             is_staged=is_staged,
         )
-        self.node_ranks = node_ranks or world
+        self.ranks_per_node = ranks_per_node or world
 
     def is_held(self, full: Mapping[str, Tensor]) -> bool:
         return all(torch.equal(view(self.engine.memory, box), slice_of(full, box)) for box in self.engine.boxes)
@@ -153,7 +153,7 @@ class Case:
             "over the network": sum(
                 4 * m.numel
                 for m in self.publisher.plan.messages
-                if m.source // self.node_ranks != m.destination // self.node_ranks
+                if m.source // self.ranks_per_node != m.destination // self.ranks_per_node
             ),
         }
 
@@ -178,7 +178,7 @@ def quantised(full: Mapping[str, Tensor]) -> dict:
             expected=names,
             parameters=lambda parameters=parameters: parameters,
             receiver=engine,
-            replica_ranks=tensor,
+            ranks_per_replica=tensor,
             transport=transport,
             dtype=dtype,
             bucket_bytes=BUCKET,
@@ -228,17 +228,17 @@ def misrouted(case: Case) -> None:
 
 def torn_forward(full: Mapping[str, Tensor]) -> dict:
     """What rank 2 copies on to rank 3 of its node changes on that way; then it does not."""
-    case = Case(*PAIRS["pp4 -> tp1"], Recorded(), full, node_ranks=2)
+    case = Case(*PAIRS["pp4 -> tp1"], Recorded(), full, ranks_per_node=2)
     case.publisher.publish(version=1)
     new = weights(4)
     for box in case.mine:
         view(case.held, box).copy_(slice_of(new, box))
-    forwards = [m for m in case.publisher.plan.messages if all(piece.is_forward for piece in m.pieces)]
+    forwards = [m for m in case.publisher.plan.messages if all(piece.is_relay for piece in m.pieces)]
     assert {(m.source, m.destination) for m in forwards} == {(0, 1), (1, 0), (2, 3), (3, 2)}
     first = next(m for m in case.publisher.plan.messages if (m.source, m.destination) == (2, 3))
     case.transport.flips = (2, 3)
     seen: dict = {"said": refused(lambda: case.publisher.publish(version=2)), "bucket": str(first)}
-    seen |= {"is forward": first.is_forward, "version": case.engine.version, "old": case.is_held(full)}
+    seen |= {"is forward": first.is_relay, "version": case.engine.version, "old": case.is_held(full)}
     case.transport.flips = None
     case.publisher.publish(version=3)
     return seen | {"healed": case.is_held(new)}
@@ -253,7 +253,7 @@ def main(folder: Path) -> None:
 
     for staged in (True, False):
         seen["pairs"][f"{NODES} staged={staged}"] = Case(
-            *PAIRS["pp4 -> tp1"], Recorded(), full, node_ranks=2, is_staged=staged
+            *PAIRS["pp4 -> tp1"], Recorded(), full, ranks_per_node=2, is_staged=staged
         ).seen()
     seen["torn on its second way"] = torn_forward(full)
     seen["fp8"] = quantised(full)

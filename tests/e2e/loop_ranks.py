@@ -12,11 +12,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.config.load import load_config
-from megarl.launch import colocated
-from megarl.launch.create import materialize_model
+from megarl.launch import build
+from megarl.launch.random_model import materialize_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.weights.digest import digest
+from megarl.weights.checksum import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 DENSE = {
@@ -54,14 +54,14 @@ def main(folder: Path) -> None:
     for name, case, overrides in CASES:
         common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=4", "train.steps=2"]
         config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
-        parts = colocated.Parts.of(config, env, device)
+        parts = build.Builder.of(config, env, device)
         if (name, config.rollout.tensor) != kept:
             if engine is not None:
                 engine.close()
             engine = parts.engine()
             kept = (name, config.rollout.tensor)
         assert engine is not None
-        actor = colocated.run_rl(parts, engine)
+        actor = build.run_rl(parts, engine)
         differ[f"{name}-{case}"] = replicas_that_differ(actor)
     if env.is_main:
         (folder / "replicas.json").write_text(json.dumps(differ))
@@ -72,10 +72,10 @@ def main(folder: Path) -> None:
 def replicas_that_differ(actor) -> list[str]:
     """Rectangles of HF tensors whose bits are not the same on all ranks that hold them."""
     held, found = actor.parameters_by_name(), {}
-    for box in actor.boxes_of_ranks()[dist.get_rank()]:
+    for box in actor.slices_by_rank()[dist.get_rank()]:
         tensor = held[box.param].detach()
         part = tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset)
-        found[f"{box.name} {box.start} {box.shape}"] = int(digest(part.contiguous().flatten()))
+        found[f"{box.name} {box.start} {box.shape}"] = int(checksum(part.contiguous().flatten()))
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     seen: dict[str, set[int]] = {}

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.weights.digest import digest, placed
-from megarl.weights.fp8 import quantise
+from megarl.weights.checksum import checksum, positional_checksum
+from megarl.weights.quantize import quantise
 from megarl.weights.transports.ipc import Ipc
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_checksums_are_the_same_on_both():
     flat = torch.randn(5_000_003).bfloat16()
-    assert int(digest(flat)) == int(digest(flat.cuda()))
+    assert int(checksum(flat)) == int(checksum(flat.cuda()))
     part = flat[: 1000 * 999].view(1000, 999)
-    assert int(placed(part, (7, 11))) == int(placed(part.cuda(), (7, 11)))
+    assert int(positional_checksum(part, (7, 11))) == int(positional_checksum(part.cuda(), (7, 11)))
 
 
 def test_fp8_is_the_same_on_both():

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.actor.actor import Actor
-from megarl.actor.microbatch import pack
-from megarl.config.model import read_model
 from megarl.config.schema import Config
 from megarl.layout import Axis, Layout
+from megarl.models.shape import read_model
 from megarl.platform.env import Env
+from megarl.trainer.microbatch import pack
+from megarl.trainer.trainer import Actor
 from megarl.types import CheckFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
@@ -38,9 +38,9 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     """Level 1 keeps weights on the host: the same answers after it. Level 2 drops them: no answers before a sync."""
     from sync_ranks import CONFIGS, SIZES, Request, holder
 
+    from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
     from megarl.rollout.engine import Engine, EngineSpec
     from megarl.types import Prompt
-    from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
     from megarl.weights.publish import Publisher
     from megarl.weights.transports.inprocess import InProcess
 
@@ -58,14 +58,14 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
-    boxes = megatron_boxes(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
+    boxes = megatron_slices(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
     held = {name: value.bfloat16().to(DEVICE) for name, value in holder(boxes, weights).items()}
     publisher = Publisher.connect(
         sources=[boxes],
         expected=shapes,
         parameters=lambda: held,
         receiver=engine.receiver,
-        replica_ranks=1,
+        ranks_per_replica=1,
         transport=InProcess(),
         dtype=torch.bfloat16,
     )

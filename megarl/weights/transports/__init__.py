@@ -23,7 +23,7 @@ class Transport(Protocol):
         """Send `outgoing[rank]` and fill `incoming[rank]`, both flat; call the result to wait for all of it."""
         ...
 
-    def roll_call(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Every rank has come to `what`. Raises CheckFailed naming those that have not, in time."""
         ...
 

@@ -65,7 +65,7 @@ class Collective:
         # as bytes: gloo and NCCL then need not know the dtype
         return dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
 
-    def roll_call(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         self._roll_call(what, self._timeout)
 
     def _roll_call(self, what: str, timeout: timedelta) -> None:

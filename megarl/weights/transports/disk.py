@@ -58,7 +58,7 @@ class Disk:
 
         return wait
 
-    def roll_call(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         self._exchange(None, what)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class InProcess:
         assert not outgoing and not incoming, "a world of one has no peers"
         return lambda: None
 
-    def roll_call(self, what: str) -> None: ...
+    def barrier(self, what: str) -> None: ...
 
     def sum(self, values: Tensor) -> Tensor:
         return values

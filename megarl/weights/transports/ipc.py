@@ -74,8 +74,8 @@ class Ipc:
             known = self._opened[peer, slot] = handle, memory
         return known[1]
 
-    def roll_call(self, what: str) -> None:
-        self._together.roll_call(what)
+    def barrier(self, what: str) -> None:
+        self._together.barrier(what)
 
     def sum(self, values: Tensor) -> Tensor:
         return self._together.sum(values)

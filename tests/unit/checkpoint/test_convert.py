@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert as conversion
 from megarl.checkpoint.sides import MegatronTarget
-from megarl.config.model import read_model
 from megarl.config.schema import Create
 from megarl.launch import convert as command
-from megarl.launch.create import create_model
+from megarl.launch.random_model import create_model
 from megarl.layout import Parallel
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import read_model
 from megarl.types import CheckFailed
-from megarl.weights.models import hf_shapes
 
 MODELS = {
     "qwen3": {"family": "qwen3", "tied": True},

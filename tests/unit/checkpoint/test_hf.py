@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint.hf import export_hf
-from megarl.config.model import read_model
 from megarl.config.schema import Create
-from megarl.launch.create import create_model
+from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices
+from megarl.models.shape import read_model
 from megarl.types import CheckFailed
-from megarl.weights.models import fp32_tensors, hf_shapes, megatron_boxes
 from megarl.weights.transports.inprocess import InProcess
 
 SIZES = {"experts": 4, "hidden": 32, "moe_intermediate": 16, "vocab": 67, "tied": False}
@@ -40,7 +40,7 @@ def parameters_of(origin, boxes, dtype=torch.float32, fp32=frozenset()):
 
 def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), **options):
     shape = read_model(origin)
-    boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+    boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
     held = parameters_of(origin, boxes, dtype, fp32)
     boxes = [box for box in boxes if box.name != drop]
     export_hf(
@@ -82,7 +82,7 @@ def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
     with pytest.raises(CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"):
         narrow = {"model.norm.weight"}
         shape = read_model(origin)
-        boxes = megatron_boxes(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+        boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
         held = parameters_of(origin, boxes, torch.bfloat16)
         export_hf(
             tmp_path / "hf",

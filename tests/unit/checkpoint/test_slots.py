@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.actor.build import build_model, destroy_parallel, init_parallel
-from megarl.actor.settings import transformer_config
 from megarl.checkpoint.slots import Slot, slots_of
-from megarl.config.model import ModelShape, read_model
 from megarl.config.schema import Create
-from megarl.launch.create import create_model
+from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.weights.models import hf_shapes, megatron_boxes, padded_vocab
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
+from megarl.models.shape import ModelShape, read_model
+from megarl.trainer.megatron_config import transformer_config
+from megarl.trainer.model import build_model, destroy_parallel, init_parallel
 
 EXPERTS = {"experts": 4, "moe_intermediate": 16}
 MODELS = {
@@ -82,7 +82,7 @@ def test_slots_are_megatrons_own(alone, family, tmp_path):
     with torch.device("meta"):
         (model,) = build_model(shape, alone, settings, use_te=False)
     rows, sizes = padded_vocab(shape.vocab, 1), hf_shapes(shape, mtp=True)
-    boxes = megatron_boxes(shape, alone, style="local", padded_vocab=rows, mtp=True)
+    boxes = megatron_slices(shape, alone, style="local", padded_vocab=rows, mtp=True)
     # what repeats the embedding and the head for a predicting layer has no parameter of its own
     boxes = [box for box in boxes if ".layers." not in box.name or ".layers." in box.param]
     slots, objects = slots_of(shape, sizes, boxes, padded_vocab=rows)

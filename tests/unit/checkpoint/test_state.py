@@ -17,15 +17,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from actor_cases import random_batch
 
-from megarl.actor.actor import Actor
 from megarl.algorithms.objective import supervised
 from megarl.checkpoint import files
 from megarl.checkpoint.state import Checkpoints
-from megarl.config.model import read_model
 from megarl.config.schema import Config, Create
 from megarl.data.packing import plan_microbatches
-from megarl.launch.create import create_model
+from megarl.launch.random_model import create_model
 from megarl.layout import Layout
+from megarl.models.shape import read_model
+from megarl.trainer.trainer import Actor
 from megarl.types import CheckFailed, ObjectiveState
 
 SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")

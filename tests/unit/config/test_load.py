@@ -161,6 +161,6 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 
 
 def test_config_imports_no_heavy_package() -> None:
-    code = "import megarl.config.validate, megarl.launch.torchrun, megarl.cli, sys; print(*sys.modules)"
+    code = "import megarl.config.validate, megarl.launch.spawn, megarl.cli, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "vllm", "megatron", "ray", "transformers", "matplotlib"} & set(loaded)

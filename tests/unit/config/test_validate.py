@@ -13,13 +13,13 @@ import yaml
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
 from megarl.config import names
-from megarl.config.create import hf_config
 from megarl.config.load import parse_config, resolved_yaml
-from megarl.config.model import parse_model, read_model
 from megarl.config.presets import PRESETS
+from megarl.config.random_model import hf_config
 from megarl.config.schema import Config, Create
 from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
+from megarl.models.shape import parse_model, read_model
 from megarl.platform.env import Env, is_installed
 
 ALONE = Env()
@@ -30,7 +30,7 @@ def made(sections: dict[str, Any] | None = None, **create: Any) -> Config:
 
 
 def torchrun(world: int) -> Env:
-    return Env(world_size=world, local_world_size=world, in_torchrun=True)
+    return Env(world_size=world, local_world_size=world, has_launcher=True)
 
 
 def test_the_smallest_world_holds_the_layout() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megarl.config.schema import Create
 from megarl.data.supervised import Examples
 from megarl.data.tokenizer import TokenIds, load_tokenizer
-from megarl.launch.create import create_model
+from megarl.launch.random_model import create_model
 from megarl.types import Prompt
 
 EOS = 2  # of a made model

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from megarl.config.load import load_config
-from megarl.config.model import Latent, ModelShape, Router
 from megarl.layout import Layout, Parallel
-from megarl.planner.weights import plan_weights
-from megarl.telemetry.flows import draw_flows
+from megarl.models.engine import engine_layout, engine_slices
+from megarl.models.registry import engine, hf_shapes, megatron_slices
+from megarl.models.shape import Latent, ModelShape, Router
+from megarl.models.shards import Rows, ShardSlice
+from megarl.planner.cost import LINKS, cost
+from megarl.planner.weight_sync import plan_weights
+from megarl.telemetry.plan_figure import draw_flows
 from megarl.weights.dealer import Fleet
 from megarl.weights.flows import Flows, plan_flows
-from megarl.weights.links import LINKS, cost
-from megarl.weights.mapping import Box, Rows
-from megarl.weights.models import engine, hf_shapes, megatron_boxes
-from megarl.weights.models.engine import engine_boxes, engine_layout
 from megarl.weights.plan import make_plan
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -59,13 +59,15 @@ FLEETS = {
 }
 
 
-def boxes(shape: ModelShape, fleet: Fleet) -> tuple[list[list[Box]], list[list[Box]]]:
-    sources = [megatron_boxes(shape, fleet.source(rank), style="te", padded_vocab=16) for rank in range(fleet.trainers)]
+def boxes(shape: ModelShape, fleet: Fleet) -> tuple[list[list[ShardSlice]], list[list[ShardSlice]]]:
+    sources = [
+        megatron_slices(shape, fleet.source(rank), style="te", padded_vocab=16) for rank in range(fleet.trainers)
+    ]
     layouts = [
         engine_layout(tensor=fleet.tensor, expert=fleet.expert, rank=r % fleet.replica_size)
         for r in range(fleet.receivers)
     ]
-    return sources, [engine_boxes(shape, layout) for layout in layouts]
+    return sources, [engine_slices(shape, layout) for layout in layouts]
 
 
 def elements(shape, strides, offset) -> np.ndarray:
@@ -84,7 +86,7 @@ class Memory(dict):
     def at(self, gpu: int, param: str) -> np.ndarray:
         return self.setdefault((gpu, param), np.full(4096, -1))
 
-    def fill(self, gpu: int, held: list[Box]) -> None:
+    def fill(self, gpu: int, held: list[ShardSlice]) -> None:
         for box in held:
             whole = self.ids[box.name]
             if len(box.shape) > whole.ndim:
@@ -93,14 +95,14 @@ class Memory(dict):
             self.at(gpu, box.param)[elements(box.shape, box.strides, box.offset)] = part
 
 
-def run(flows: Flows, sources: list[list[Box]], ids: dict[str, np.ndarray]) -> Memory:
+def run(flows: Flows, sources: list[list[ShardSlice]], ids: dict[str, np.ndarray]) -> Memory:
     trainer, engines = Memory(ids), Memory(ids)
     for rank, held in enumerate(sources):
         trainer.fill(rank, held)
     for row in np.argsort(flows.round, kind="stable"):
         source, destination = int(flows.source[row]), int(flows.destination[row])
         for piece in flows.pieces([row]):
-            memory = engines if flows.is_forward[row] else trainer
+            memory = engines if flows.is_relay[row] else trainer
             taken = memory.at(source, piece.source.param)[
                 elements(piece.shape, piece.source.strides, piece.source.offset)
             ]
@@ -135,20 +137,22 @@ def test_bytes_are_those_of_the_plan_that_is_executed(name: str) -> None:
     shape, fleet = FLEETS[name]
     shape = replace(shape, router=replace(shape.router, corrected=False))  # make_plan knows one size of element
     sources, destinations = boxes(shape, fleet)
-    gap: list[list[Box]] = [[] for _ in range(fleet.first)]
-    pad: list[list[Box]] = [[] for _ in range(fleet.gpus - fleet.trainers)]
-    plan = make_plan([*sources, *pad], [*gap, *destinations], itemsize=2, bucket_bytes=1 << 20, node_ranks=fleet.node)
+    gap: list[list[ShardSlice]] = [[] for _ in range(fleet.first)]
+    pad: list[list[ShardSlice]] = [[] for _ in range(fleet.gpus - fleet.trainers)]
+    plan = make_plan(
+        [*sources, *pad], [*gap, *destinations], itemsize=2, bucket_bytes=1 << 20, ranks_per_node=fleet.node
+    )
     flows = plan_flows(shape, fleet, padded_vocab=16)
     found = cost(flows, LINKS["h100"], 1)
     assert (found.bytes_kept, found.bytes_received) == (plan.bytes_kept, plan.bytes_received)
-    pieces = [(m.source, m.destination, 2 * p.numel, p.is_forward) for m in plan.messages for p in m.pieces]
+    pieces = [(m.source, m.destination, 2 * p.numel, p.is_relay) for m in plan.messages for p in m.pieces]
     executed = np.array(pieces).T
-    planned = np.array([flows.source, flows.destination, flows.num_bytes, flows.is_forward])
+    planned = np.array([flows.source, flows.destination, flows.num_bytes, flows.is_relay])
     sums = []
-    for source, destination, num_bytes, is_forward in (executed, planned):
+    for source, destination, num_bytes, is_relay in (executed, planned):
         is_near, moved = source // fleet.node == destination // fleet.node, source != destination
-        assert is_near[is_forward > 0].all()
-        ways = (~is_near, is_near & moved, is_forward > 0)
+        assert is_near[is_relay > 0].all()
+        ways = (~is_near, is_near & moved, is_relay > 0)
         sums.append([int(num_bytes[way].sum()) for way in ways])
         sums[-1].append(int(np.bincount(source[~is_near], weights=num_bytes[~is_near], minlength=1).max()))
     assert sums[0][:3] == sums[1][:3], "over the network, within nodes, copied on"

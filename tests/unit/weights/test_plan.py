@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.model import ModelShape
 from megarl.layout import Layout, Parallel
-from megarl.weights.mapping import Box
-from megarl.weights.models import hf_shapes, megatron_boxes
+from megarl.models.registry import hf_shapes, megatron_slices
+from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice
 from megarl.weights.plan import Plan, arrived, find_gaps, make_plan
 
 Memory = dict[tuple[str, int], object]  # (param, element) -> what lies there
@@ -25,24 +25,24 @@ def moe(**changes) -> ModelShape:
     )  # fmt: skip
 
 
-def boxes_of_world(shape: ModelShape, parallel: Parallel, world: int) -> list[list[Box]]:
+def boxes_of_world(shape: ModelShape, parallel: Parallel, world: int) -> list[list[ShardSlice]]:
     padded = -(-shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
     layouts = [Layout.of(parallel, world, rank) for rank in range(world)]
-    return [megatron_boxes(shape, layout, style="local", padded_vocab=padded) for layout in layouts]
+    return [megatron_slices(shape, layout, style="local", padded_vocab=padded) for layout in layouts]
 
 
-def elements(box: Box):
+def elements(box: ShardSlice):
     """(HF index, element of the parameter) of everything in a box."""
     for index in product(*(range(n) for n in box.shape)):
         at = box.offset + sum(i * stride for i, stride in zip(index, box.strides, strict=True))
         yield tuple(s + i for s, i in zip(box.start, index, strict=True)), at
 
 
-def fill(boxes: list[Box]) -> Memory:
+def fill(boxes: list[ShardSlice]) -> Memory:
     return {(box.param, at): (box.name, index) for box in boxes for index, at in elements(box)}
 
 
-def run(plan: Plan, sources: list[list[Box]], world: int) -> list[Memory]:
+def run(plan: Plan, sources: list[list[ShardSlice]], world: int) -> list[Memory]:
     """Execute a plan element by element; what is copied on is read from the buckets of the round before."""
     memory, landed = [fill(boxes) for boxes in sources], [{} for _ in range(world)]
     before: list[Memory] = [{} for _ in range(world)]
@@ -51,7 +51,7 @@ def run(plan: Plan, sources: list[list[Box]], world: int) -> list[Memory]:
         for message in round_:
             flat = []
             for piece in message.pieces:
-                held = before if piece.is_forward else memory
+                held = before if piece.is_relay else memory
                 for index in product(*(range(n) for n in piece.shape)):
 
                     def at(view, index=index):
@@ -81,23 +81,23 @@ LAYOUTS = [
     st.integers(5, 12),
     st.sampled_from([None, 1, 2, 4]),
 )
-def test_every_element_arrives_once(source, destination, bucket_bytes, tied, vocab, node_ranks):
+def test_every_element_arrives_once(source, destination, bucket_bytes, tied, vocab, ranks_per_node):
     shape, world = moe(tied=tied, vocab=vocab), 4
     sources, destinations = boxes_of_world(shape, source, world), boxes_of_world(shape, destination, world)
     assert find_gaps(hf_shapes(shape), sources) == []
-    plan = make_plan(sources, destinations, itemsize=2, bucket_bytes=bucket_bytes, node_ranks=node_ranks)
+    plan = make_plan(sources, destinations, itemsize=2, bucket_bytes=bucket_bytes, ranks_per_node=ranks_per_node)
     assert run(plan, sources, world) == [fill(boxes) for boxes in destinations]
     assert plan.bytes_kept == 2 * sum(box.numel for boxes in destinations for box in boxes)
     if source == destination:
         assert plan.bytes_received == 0, "what a rank holds it does not receive"
 
 
-@pytest.mark.parametrize(("destination", "node_ranks"), [(LAYOUTS[1], None), (LAYOUTS[1], 4), (LAYOUTS[0], 2)])
-def test_buckets_keep_to_the_limit(destination, node_ranks):
+@pytest.mark.parametrize(("destination", "ranks_per_node"), [(LAYOUTS[1], None), (LAYOUTS[1], 4), (LAYOUTS[0], 2)])
+def test_buckets_keep_to_the_limit(destination, ranks_per_node):
     shape = moe(hidden=16)
     sources, destinations = boxes_of_world(shape, LAYOUTS[3], 4), boxes_of_world(shape, destination, 4)
     limit = 128
-    plan = make_plan(sources, destinations, itemsize=4, bucket_bytes=limit, node_ranks=node_ranks)
+    plan = make_plan(sources, destinations, itemsize=4, bucket_bytes=limit, ranks_per_node=ranks_per_node)
     assert len(plan.rounds) > 10
     for round_ in plan.rounds:
         assert len({(m.source, m.destination) for m in round_}) == len(round_), "one message per pair and round"
@@ -111,7 +111,7 @@ def test_buckets_keep_to_the_limit(destination, node_ranks):
 
 def test_replicas_share_the_sending():
     """Four ranks hold everything, one more keeps a copy: each sends a share."""
-    whole = [Box(f"t{i}", (0, 0), (4, 4), f"p{i}", 0, (4, 1)) for i in range(8)]
+    whole = [ShardSlice(f"t{i}", (0, 0), (4, 4), f"p{i}", 0, (4, 1)) for i in range(8)]
     plan = make_plan([whole] * 4 + [[]], [[]] * 4 + [whole], itemsize=4, bucket_bytes=1 << 20)
     sent = [sum(m.numel for m in plan.messages if m.source == rank) for rank in range(4)]
     assert sent == [32, 32, 32, 32]
@@ -119,26 +119,26 @@ def test_replicas_share_the_sending():
 
 def test_what_a_node_shares_crosses_the_network_once():
     """Two ranks of one node hold all; four of another keep it: a quarter each, the rest from neighbours."""
-    whole = [Box(f"t{i}", (0, 0), (6, 4), f"p{i}", 0, (4, 1)) for i in range(4)]
-    plan = make_plan([whole] * 2 + [[]] * 6, [[]] * 4 + [whole] * 4, itemsize=4, bucket_bytes=4 * 24, node_ranks=4)
+    whole = [ShardSlice(f"t{i}", (0, 0), (6, 4), f"p{i}", 0, (4, 1)) for i in range(4)]
+    plan = make_plan([whole] * 2 + [[]] * 6, [[]] * 4 + [whole] * 4, itemsize=4, bucket_bytes=4 * 24, ranks_per_node=4)
     far = [m for m in plan.messages if m.source < 4]
     assert [sum(m.numel for m in far if m.source == rank) for rank in range(4)] == [48, 48, 0, 0]
     assert [sum(m.numel for m in far if m.destination == rank) for rank in range(4, 8)] == [24] * 4
     for rank in range(4, 8):
         assert sum(m.numel for m in plan.messages if m.destination == rank) == 96
         assert sum(m.numel for m in plan.messages if m.source == rank) == 72, "neighbours share the copying, too"
-    assert all(m.is_forward == (m.source >= 4) for m in plan.messages)
+    assert all(m.is_relay == (m.source >= 4) for m in plan.messages)
 
 
 def test_order_follows_the_destination():
-    whole = [Box(name, (0,), (4,), name, 0, (1,)) for name in "abcd"]
+    whole = [ShardSlice(name, (0,), (4,), name, 0, (1,)) for name in "abcd"]
     plan = make_plan([whole], [whole[::-1]], itemsize=4, bucket_bytes=16)
     assert [message.pieces[0].name for message in plan.messages] == list("dcba")
 
 
 def test_gaps_and_overlaps_are_named():
-    half = Box("w", (0, 0), (2, 4), "p", 0, (4, 1))
-    whole = Box("w", (0, 0), (4, 4), "p", 0, (4, 1))
+    half = ShardSlice("w", (0, 0), (2, 4), "p", 0, (4, 1))
+    whole = ShardSlice("w", (0, 0), (4, 4), "p", 0, (4, 1))
     with pytest.raises(ValueError, match=r"w: rank 0 keeps 16 elements .* the sources hold 8 of them"):
         make_plan([[half]], [[whole]], itemsize=4, bucket_bytes=64)
     with pytest.raises(ValueError, match="w: two source rectangles overlap"):
@@ -149,8 +149,10 @@ def test_gaps_and_overlaps_are_named():
 
 def test_fingerprint_sees_every_number():
     def plan(offset: int, bucket_bytes: int = 64) -> Plan:
-        source = [Box("w", (0, 0), (4, 4), "p", offset, (4, 1))]
-        return make_plan([source], [[Box("w", (0, 0), (4, 4), "q", 0, (4, 1))]], itemsize=4, bucket_bytes=bucket_bytes)
+        source = [ShardSlice("w", (0, 0), (4, 4), "p", offset, (4, 1))]
+        return make_plan(
+            [source], [[ShardSlice("w", (0, 0), (4, 4), "q", 0, (4, 1))]], itemsize=4, bucket_bytes=bucket_bytes
+        )
 
     assert plan(0).fingerprint == plan(0).fingerprint
     assert len({plan(0).fingerprint, plan(1).fingerprint, plan(0, 16).fingerprint}) == 3

@@ -1,4 +1,4 @@
-"""Takes the place of megarl.launch.colocated in launcher tests: a rank does what `run.name` says, without torch."""
+"""Takes the place of megarl.launch.build in launcher tests: a rank does what `run.name` says, without torch."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def run(config, env) -> None:
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
-        from megarl.config.model import read_model
+        from megarl.models.shape import read_model
 
         read_model("/not/there")
     if name == "refused":
@@ -54,6 +54,6 @@ def run(config, env) -> None:
         time.sleep(300)
 
 
-module = types.ModuleType("megarl.launch.colocated")
+module = types.ModuleType("megarl.launch.build")
 module.run = module.evaluate = run
-sys.modules["megarl.launch.colocated"] = module
+sys.modules["megarl.launch.build"] = module

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.bench.sync import Memory, held, room_for, view
-from megarl.config.create import hf_config
-from megarl.config.model import parse_model
+from benchmarks.sync import Memory, held, room_for, view
+from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import parse_model
 from megarl.types import CheckFailed
-from megarl.weights.models import hf_shapes
 from megarl.weights.publish import Publisher
 from megarl.weights.transports.disk import Disk
 
@@ -38,7 +38,7 @@ def sync(folder: Path, rank: int) -> int:
         expected=SHAPES,
         parameters=lambda: mine,
         receiver=engine,
-        replica_ranks=2,
+        ranks_per_replica=2,
         transport=Disk(folder, rank=rank, world=WORLD, timeout_s=60),
         dtype=torch.float32,
         bucket_bytes=16 << 10,
@@ -66,7 +66,7 @@ def test_who_does_not_come_is_named(tmp_path):
     one = Disk(tmp_path, rank=0, world=3, timeout_s=0.05)
     Disk(tmp_path, rank=1, world=3)
     with pytest.raises(CheckFailed, match="ranks 1, 2 of 3 did not come to the sync of weights"):
-        one.roll_call("the sync of weights")
+        one.barrier("the sync of weights")
     wait = one.start({}, {2: torch.zeros(10)})
     with pytest.raises(CheckFailed, match="rank 2 of 3 did not come to a bucket of 40 bytes"):
         wait()

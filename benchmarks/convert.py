@@ -1,0 +1,153 @@
+"""`megarl convert` of a random 2 GB Qwen3-MoE, as a user starts it, against a plain copy that touches every byte.
+
+    setup: the model is written to a temporary folder     call: one process, from its start to its end, timed
+
+The copy reads each file, takes a CRC of what it read, writes it and waits for the disk; "read back" takes the CRC of
+what was written too, as a conversion does. Checksums of every tensor of what they made must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.frame import Case, Contender, Outcome
+from megarl.checkpoint.hf_folder import INDEX, HfFile
+from megarl.config.random_model import hf_config
+from megarl.config.schema import Create
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import parse_model
+from megarl.weights.checksum import positional_checksum
+
+__all__ = ["CASES", "convert", "copy"]
+
+MODEL = {
+    "family": "qwen3_moe", "tied": False, "layers": 6, "hidden": 1024, "heads": 16, "kv_heads": 4, "vocab": 32_000,
+    "experts": 64, "moe_intermediate": 768, "tokenizer": "none",
+}  # fmt: skip
+FILES, BLOCK = 4, 16 << 20
+
+CASES = tuple(
+    Case(
+        f"convert 2 GB to {to}",
+        (
+            Contender("megarl convert, start-up included", "benchmarks.convert:convert"),
+            Contender("plain copy, every byte touched", "benchmarks.convert:copy", {"read_back": False}),
+            Contender("plain copy, read back", "benchmarks.convert:copy", {"read_back": True}),
+        ),
+        {"to": to, "model": MODEL},
+        at_least=0.5,
+    )
+    for to in ("megatron", "hf")
+)
+
+
+def convert(to: str, model: Mapping[str, object]) -> Callable[[], Outcome]:
+    def call() -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+            source, target = _source(Path(folder), model, to), Path(folder) / "made"
+            seconds, peak = _timed(_converting(source, target, to))
+            if to == "hf":
+                sums = _sums(target)
+            else:
+                sums = {line[18:]: line[:16] for line in (target / "checksums.megarl").read_text().splitlines()}
+            size = sum(file.stat().st_size for file in source.iterdir())
+        return Outcome(_as_array(sums), seconds, {"MB at most": peak / 1e6, "% of the model": 100 * peak / size})
+
+    return cache(call)  # timed once a process: it warms nothing up
+
+
+def copy(to: str, model: Mapping[str, object], read_back: bool) -> Callable[[], Outcome]:
+    def call() -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+            source, target = _source(Path(folder), model, to), Path(folder) / "made"
+            seconds, _ = _timed(
+                [sys.executable, "-c", _COPY, str(source), str(target), *(["again"] if read_back else [])]
+            )
+            return Outcome(_as_array(_sums(target if to == "megatron" else Path(folder) / "model")), seconds)
+
+    return cache(call)
+
+
+_COPY = f"""
+import os, sys, zlib
+source, target, *again = sys.argv[1:]
+memory = memoryview(bytearray({BLOCK}))
+def crc(path, out=None):
+    value = 0
+    with open(path, "rb", 0) as file:
+        while count := file.readinto(memory):
+            value = zlib.crc32(memory[:count], value)
+            if out:
+                out.write(memory[:count])
+    return value
+os.mkdir(target)
+for name in os.listdir(source):
+    with open(f"{{target}}/{{name}}", "wb", 0) as out:
+        told = crc(f"{{source}}/{{name}}", out)
+        os.fsync(out.fileno())
+    assert not again or crc(f"{{target}}/{{name}}") == told
+"""
+
+
+def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
+    """The folder that is converted or copied: random in every tensor, on the disk."""
+    config = hf_config(Create.model_validate(model))
+    made = folder / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(parse_model(config, "model.create"))
+    generator, where = np.random.Generator(np.random.SFC64(0)), {}
+    for number in range(FILES):
+        names = list(shapes)[number::FILES]
+        file = HfFile(f"model-{number + 1:05d}.safetensors", {name: (shapes[name], torch.bfloat16) for name in names})
+        where |= dict.fromkeys(names, file.name)
+        with (made / file.name).open("wb") as out:
+            out.write(file.header)
+            for name in names:
+                out.write(generator.bytes(2 * int(np.prod(shapes[name]))))
+    (made / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    source = made
+    if to == "hf":
+        source = folder / "source"
+        _timed(_converting(made, source, "megatron"))
+    os.sync()
+    return source
+
+
+def _converting(source: Path, target: Path, to: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "megarl.cli", "convert", str(source), str(target), "--to", to]
+
+
+def _timed(command: list[str]) -> tuple[float, int]:
+    """Seconds from its start to its end, and the process's peak of resident bytes."""
+    began = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - began
+    if status:
+        raise RuntimeError(f"{' '.join(command[:6])} ended with {os.waitstatus_to_exitcode(status)}")
+    return seconds, usage.ru_maxrss * 1024
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """As `megarl convert` lists them, taken by other code: of whole tensors."""
+    tensors = (item for file in folder.glob("*.safetensors") for item in load_file(file).items())
+    return {
+        name: f"{int(positional_checksum(tensor, (0,) * tensor.dim())) % (1 << 64):016x}" for name, tensor in tensors
+    }
+
+
+def _as_array(sums: Mapping[str, str]) -> np.ndarray:
+    return np.array([int(sums[name][:13], 16) for name in sorted(sums)], np.float64)

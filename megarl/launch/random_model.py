@@ -1,0 +1,125 @@
+"""`model.create` -> a small random Hugging Face model on disk: config, weights, tokenizer. No torch.
+
+    Create --hash--> <run.dir>/.models/<hash>/{config,generation_config,tokenizer*}.json, model.safetensors
+
+The folder is made beside its final name and renamed, so it is either whole or absent, and two runs that make
+the same model at once both end with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, generation_config, hf_config
+from megarl.config.schema import Config, Create
+from megarl.models.registry import hf_shapes
+from megarl.models.shape import parse_model
+
+__all__ = ["create_model", "materialize_model", "model_folder"]
+
+FORMAT = 1  # raised when the same section must give other bytes
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def materialize_model(config: Config) -> Config:
+    """The same config with `model.path` set: `model.create` is written first when it is there."""
+    if config.model.create is None:
+        return config
+    folder = create_model(config.model.create, Path(config.run.dir) / ".models")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "create": None})})
+
+
+def model_folder(create: Create, root: Path) -> Path:
+    """Where `create` goes under `root`: a hash of every value, so equal sections share one model."""
+    text = json.dumps([FORMAT, create.model_dump(mode="json")], sort_keys=True)
+    return root / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def create_model(create: Create, root: Path) -> Path:
+    """Write the model unless it is there; its folder."""
+    folder = model_folder(create, root)
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
+    try:
+        values = hf_config(create)
+        _write_json(staging / "config.json", values)
+        _write_json(staging / "generation_config.json", generation_config())
+        _write_weights(staging / "model.safetensors", values, create.seed)
+        if create.tokenizer == "characters":
+            _write_tokenizer(staging, create)
+        staging.chmod(0o755)
+        try:
+            staging.rename(folder)
+        except OSError:  # another run was first: its bytes are the same
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
+    """Normal weights with deviation 1/sqrt(fan-in): hidden states keep unit scale and logits have spread."""
+    from safetensors.numpy import save_file
+
+    random = np.random.Generator(np.random.PCG64(seed))
+    tensors: dict[str, np.ndarray] = {}
+    for name, size in sorted(hf_shapes(parse_model(values, "model.create")).items()):
+        if name.endswith("norm.weight"):
+            tensors[name] = np.ones(size, np.float32)
+        elif name.endswith("bias"):
+            tensors[name] = (0.02 * random.standard_normal(size)).astype(np.float32)
+        else:
+            # the embedding's fan-in as an output head is its last axis, as for every other matrix
+            tensors[name] = (random.standard_normal(size) / size[-1] ** 0.5).astype(np.float32)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path, create: Create) -> None:
+    """One token a character or phrase, as files that AutoTokenizer reads.
+
+    A byte-level BPE without merges: Transformers rebuilds qwen2's tokenizer as byte-level whatever the file says,
+    so this is the one form that every family reads alike.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = characters(create)
+    # byte-level text writes control characters and the space as U+0100 + byte
+    vocab = {chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index for index, t in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[misc]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in create.phrases])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "TokenizersBackend",
+            "pad_token": SPECIAL[PAD],
+            "bos_token": SPECIAL[BOS],
+            "eos_token": SPECIAL[EOS],
+            "unk_token": SPECIAL[UNK],
+            "model_max_length": create.max_position,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )

@@ -1,0 +1,360 @@
+"""Megatron-Core on a CPU: a host's view of torch, seen by `megatron.core` (and `megatron.bridge`) and by nobody else.
+
+Megatron-Core touches `torch.cuda` in some 500 lines. Patching `torch.cuda` for the process would make
+vLLM, which lives in the same process, believe in a GPU. So `install()` adds one finder to
+`sys.meta_path`; every module of megatron.core loaded through it gets its own `__builtins__`, whose
+`__import__` answers `torch`, `torch.cuda` and `torch.distributed` with views: the real modules under
+the overrides of PATCHES. Methods (`x.cuda()`, `x.type()`) have no import to intercept; the few source
+files that call them are rewritten as they are compiled. Without CUDA this is all it takes; with CUDA
+`install()` does nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PATCHES", "Patch", "install", "is_installed"]
+
+_PACKAGE = "megatron.core"
+_SEEN_BY = (f"{_PACKAGE}.", "megatron.bridge.")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One difference. `where` is a dotted name in torch, `.method()` of any object, or a name in megatron.core.
+
+    `becomes` replaces it; for a method it is called with the object first.
+    """
+
+    where: str
+    becomes: Any
+    upstream: str  # what Megatron-Core does there
+    versions: str  # of megatron-core, where this was seen to be needed
+
+
+_CPU = torch.device("cpu")
+_ALL = "0.16.1, 0.19.2"
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _zero(*_args: Any, **_kwargs: Any) -> int:
+    return 0
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: the host runs everything in order, so there is one and waiting is done."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: _Stream) -> float:
+        return 0.0
+
+
+# The "GPU's" random state: Megatron seeds, saves and swaps it, and checks that the CPU's own stays as it was.
+# Nothing draws from it (layers have no dropout, parameters are loaded), so host tensors need no second stream.
+_GENERATOR = torch.Generator()
+
+
+class _Generators:
+    """`torch.cuda.default_generators[i]`: one, whatever the index."""
+
+    def __getitem__(self, _index: Any) -> torch.Generator:
+        return _GENERATOR
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return _GENERATOR.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    _GENERATOR.set_state(state)
+
+
+def _lazy_call(function: Callable[[], Any], **_kwargs: Any) -> None:
+    function()
+
+
+def _no_compile(function: Any = None, **_kwargs: Any) -> Any:
+    """torch.compile as a decorator that leaves the function alone, with or without arguments."""
+    return (lambda inner: inner) if function is None else function
+
+
+def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The factory with device="cuda" read as the CPU and pin_memory dropped."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            device = _CPU
+        return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _sizes(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # Megatron passes it by this name
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    return dist.all_to_all_single(
+        output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op
+    )
+
+
+def _is_even(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+def _all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Uneven first sizes travel padded to the largest."""
+    if _is_even(tensor_list):
+        return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
+    assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
+    longest = max(part.shape[0] for part in tensor_list)
+    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    buffers = [torch.empty_like(padded) for _ in tensor_list]
+    dist.all_gather(buffers, padded, group)
+    for part, buffer in zip(tensor_list, buffers, strict=True):
+        part.copy_(buffer[: part.shape[0]])
+    return None
+
+
+def _reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Uneven first sizes: reduce everything, keep one's own part."""
+    if _is_even(input_list):
+        return dist.reduce_scatter(output, [part.contiguous() for part in input_list], op, group, async_op)
+    assert not async_op, "an uneven reduce_scatter is emulated and cannot be asynchronous"
+    whole = torch.cat(input_list)
+    dist.all_reduce(whole, op, group)
+    output.copy_(whole.split([part.shape[0] for part in input_list])[dist.get_rank(group)])
+    return None
+
+
+def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`tensor.type()` as a GPU would answer it; with arguments, a conversion as ever."""
+    if args or kwargs:
+        return tensor.type(*args, **kwargs)
+    return str(tensor.type()).replace("torch.", "torch.cuda.", 1)
+
+
+def _itself(obj: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return obj
+
+
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like",
+    "rand", "randn", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+
+PATCHES: tuple[Patch, ...] = (
+    # Where things are
+    Patch("torch.cuda.current_device", lambda: _CPU, "names the device of every buffer", _ALL),
+    Patch("torch.cuda.device_count", lambda: 1, "bounds the local rank", _ALL),
+    Patch("torch.cuda.set_device", _nothing, "selects the GPU", _ALL),
+    Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state", _ALL),
+    Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator", _ALL),
+    Patch("torch.cuda._lazy_call", _lazy_call, "queues a call until CUDA has started", _ALL),
+    Patch(".cuda()", _itself, "moves tensors to the GPU (rotary embedding under context parallelism)", _ALL),
+    Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names", _ALL),
+    *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"', _ALL) for name in _FACTORIES),
+    # Randomness
+    Patch("torch.cuda.get_rng_state", _get_rng_state, "the model-parallel random state is the GPU's", _ALL),
+    Patch("torch.cuda.set_rng_state", _set_rng_state, "as above", _ALL),
+    Patch("torch.cuda.random.get_rng_state", _get_rng_state, "as above", _ALL),
+    Patch("torch.cuda.random.set_rng_state", _set_rng_state, "as above", _ALL),
+    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "as above", _ALL),
+    Patch("torch.cuda.default_generators", _Generators(), "as above", _ALL),
+    # Order of execution
+    Patch("torch.cuda.Stream", _Stream, "side streams for communication and offload", _ALL),
+    Patch("torch.cuda.Event", _Stream, "orders streams", _ALL),
+    Patch("torch.cuda.stream", lambda _stream: _Stream(), "enters a side stream", _ALL),
+    Patch("torch.cuda.current_stream", _Stream, "waits for side streams", _ALL),
+    Patch("torch.cuda.default_stream", _Stream, "as above", _ALL),
+    Patch("torch.cuda.synchronize", _nothing, "waits for the GPU", _ALL),
+    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph records", "0.19.2"),
+    Patch("torch.cuda.empty_cache", _nothing, "gives cached blocks back", _ALL),
+    Patch("torch.cuda.memory_allocated", _zero, "counts GPU memory", _ALL),
+    Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),
+    Patch("torch.cuda.nvtx.range_pop", _nothing, "as above", _ALL),
+    # Compilers: small CPU functions cost more to compile than to run, and inductor would need a C++ compiler
+    Patch("torch.compile", _no_compile, "compiles its fused pointwise functions", _ALL),
+    # gloo
+    Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays", _ALL),
+    Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them", _ALL),
+    Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above", _ALL),
+    # Names that only Transformer Engine would define
+    Patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, "is undefined without it", "0.16.1"),
+    Patch(
+        "megatron.core.transformer.multi_latent_attention.HAVE_TE",
+        False,
+        "is true without it, and then asks for instances of classes that are None",
+        "0.16.1",
+    ),
+)
+
+
+class _View(ModuleType):
+    """A real module under overrides; a nested view stands where a submodule has overrides of its own."""
+
+    def __init__(self, real: ModuleType, overrides: dict[str, Any]) -> None:
+        super().__init__(real.__name__, real.__doc__)
+        self.__dict__.update(overrides)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._real)
+
+
+def _views(patches: Sequence[Patch]) -> dict[str, _View]:
+    """{"torch": view, "torch.cuda": view ...}, nested: the first contains the second."""
+    overrides: dict[str, dict[str, Any]] = {"torch": {}}
+    for patch in patches:
+        if patch.where.startswith("torch."):
+            module, _, name = patch.where.rpartition(".")
+            overrides.setdefault(module, {})[name] = patch.becomes
+    views: dict[str, _View] = {}
+    for module in sorted(overrides, key=lambda name: -name.count(".")):  # the deepest first, to be nested in the next
+        for inner, view in views.items():
+            if inner.rpartition(".")[0] == module:
+                overrides[module][inner.rpartition(".")[2]] = view
+        views[module] = _View(sys.modules[module], overrides[module])
+    return views
+
+
+class _Rewrite(ast.NodeTransformer):
+    """`x.cuda(...)` becomes `__host_cuda__(x, ...)`; `torch.cuda(...)` and names that are modules do not occur."""
+
+    def __init__(self, methods: dict[str, str]) -> None:
+        self._methods = methods
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
+            name = ast.copy_location(ast.Name(self._methods[node.func.attr], ast.Load()), node.func)
+            return ast.copy_location(ast.Call(name, [node.func.value, *node.args], node.keywords), node)
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one module of megatron.core with the host's builtins in its globals."""
+
+    def __init__(self, fullname: str, path: str, host: _Host) -> None:
+        super().__init__(fullname, path)
+        self._host = host
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = self.get_data(self.path)
+        if not any(f".{method}(".encode() in source for method in self._host.methods):
+            return super().get_code(fullname)  # the usual, cached code
+        tree = _Rewrite(self._host.methods).visit(ast.parse(source, self.path))
+        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = self._host.builtins
+        super().exec_module(module)
+        vars(module).update(self._host.names.get(module.__name__, {}))
+
+
+class _Host:
+    """The finder on `sys.meta_path`, with what its loaders need."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.views = _views(patches)
+        self.methods: dict[str, str] = {}
+        self.names: dict[str, dict[str, Any]] = {}
+        self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+        for patch in patches:
+            if patch.where.startswith("."):
+                method = patch.where.strip(".()")
+                self.methods[method] = f"__host_{method}__"
+                self.builtins[f"__host_{method}__"] = patch.becomes
+            elif patch.where.startswith(_PACKAGE):
+                module, _, name = patch.where.rpartition(".")
+                self.names.setdefault(module, {})[name] = patch.becomes
+
+    def _import(self, *args: Any, **kwargs: Any) -> Any:
+        """`import torch.x` gives torch, `from torch.x import y` gives torch.x: either may have a view."""
+        module = builtins.__import__(*args, **kwargs)
+        return self.views.get(getattr(module, "__name__", ""), module)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not f"{fullname}.".startswith(_SEEN_BY):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path, self)
+        return spec
+
+
+def is_installed() -> bool:
+    return any(isinstance(finder, _Host) for finder in sys.meta_path)
+
+
+def install(*, has_cuda: bool | None = None) -> bool:
+    """Make megatron.core run on the CPU; True when the host's view is in force.
+
+    Does nothing with CUDA (`has_cuda` None: ask torch), or when called again.
+    Raises RuntimeError when megatron.core was imported before: its modules already hold the real torch.
+    """
+    if torch.cuda.is_available() if has_cuda is None else has_cuda:
+        return False
+    if is_installed():
+        return True
+    if _PACKAGE in sys.modules:
+        raise RuntimeError(
+            "megatron.core was imported before megarl.platform.megatron_on_cpu.install(); call install() first"
+        )
+    sys.meta_path.insert(0, _Host(PATCHES))
+    return True

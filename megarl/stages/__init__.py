@@ -1,0 +1,1 @@
+"""The loops of each stage: one screen each, over roles."""

@@ -1,0 +1,229 @@
+"""The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
+
+The local spec lacks three things, which are here: a norm that allows sequence parallelism, a core attention that
+takes packed rows, and latent attention whose gradients are whole under tensor parallelism. Shapes: T tokens of all
+rows end to end, H heads of this tensor rank, G key/value heads, D head_dim of query and key, E of value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from megarl.trainer.context_parallel import attend
+from megarl.trainer.moe import use_router
+
+__all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm in fp32; its weight is marked as replicated over the sequence-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
+
+    Rows of like length (up to the next power of two) are one padded call: a pad sits behind its row, so
+    causality alone keeps it out, and the padding at most doubles the tokens.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_unused: Any
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale  # None: 1 / sqrt(D)
+        self.context = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, G, D]
+        value: Tensor,  # [T, G, E]
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_unused: Any,
+    ) -> Tensor:  # [T, H * E]
+        assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
+        if self.context is not None:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            return attend(query, key, value, lengths, self.context, self._attend)
+        parts, places = [], []
+        for rows_RL, is_token_RL in _like_lengths(packed_seq_params.cu_seqlens_q.tolist()):
+            index = rows_RL.flatten().to(query.device)
+            q, k, v = (
+                x.index_select(0, index).unflatten(0, rows_RL.shape).transpose(1, 2) for x in (query, key, value)
+            )  # [R, H, L, D], [R, G, L, D], [R, G, L, E]
+            out = self._attend(q, k, v)
+            kept = is_token_RL.flatten().nonzero().squeeze(-1).to(query.device)
+            parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, kept))
+            places.append(index.index_select(0, kept))
+        order = torch.argsort(torch.cat(places))
+        return torch.cat(parts).index_select(0, order).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
+        """[R, H, L, E]: causal. `back_RLK`: how far each key stands before each query; None: whole rows."""
+        mask = None if back_RLK is None else (back_RLK >= 0)[:, None]
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+class SinkAttention(PackedAttention):
+    """gpt-oss's: each head has one more logit, learnt, that takes attention away; most layers see a window only."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **more: Any) -> None:
+        super().__init__(config, **more)
+        self.softmax_offset = torch.nn.Parameter(
+            torch.empty(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        )
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
+        skipped = layer_number % config.window_attn_skip_freq == 0
+        self.window = None if skipped else config.window_size[0] + 1  # tokens, itself included
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores_RHLL = (q @ k.transpose(-1, -2)).float() * (self.scale or q.shape[-1] ** -0.5)
+        if back_RLK is None:
+            place = torch.arange(q.shape[2], device=q.device)
+            back_RLK = (place[:, None] - place)[None]
+        hidden = (back_RLK < 0) | (back_RLK >= (self.window or k.shape[2]))
+        scores_RHLL = scores_RHLL.masked_fill(hidden[:, None], -torch.inf)
+        sinks = self.softmax_offset.float()[None, :, None, None].expand(*scores_RHLL.shape[:3], 1)
+        return torch.cat([scores_RHLL, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Token indices [R, L] of the rows of each length class, and which of them are tokens (the rest: pads)."""
+    classes: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(cu_seqlens):
+        if end > start:
+            classes.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    groups = []
+    for rows in classes.values():
+        start, end = torch.tensor(rows).T
+        index = start[:, None] + torch.arange(int((end - start).max()))
+        is_token = index < end[:, None]
+        groups.append((torch.where(is_token, index, start[:, None]), is_token))
+    return groups
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with the narrow projections whole on every tensor rank, as under Transformer Engine.
+
+    Megatron's local spec splits them and gathers what they give; the gradient of the key that all heads share then
+    lacks what the other ranks' heads add to it (0.16.1, 0.19.2).
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = _Whole(config, config.q_lora_rank)
+        self.linear_kv_down_proj = _Whole(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+
+class _Whole(torch.nn.Module):
+    """A linear without bias on this rank's part of the sequence; what it returns is what Megatron's linears do."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return linear(x, self.weight), None
+
+
+class _ExpertOutput(RowParallelLinear):
+    """Three faults of an expert's bias under Megatron's local spec (0.16.1, 0.19.2). It is added in place, to what
+    autograd takes for a view of the input where nothing is reduced: the output is a tensor of its own here. And it is
+    marked as replicated over the sequence-parallel ranks, whose gradients are then added once more than the experts';
+    and not as one that each expert's rank holds, so the gradient norm leaves it out on all tensor ranks but the first.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+        self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
+def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
+    """The spec of the layers of one pipeline chunk: which of them have experts."""
+    norm: Any = RMSNorm
+    layer_spec = _local_layer
+    if use_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm, layer_spec = TENorm, _te_layer
+    specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
+    if True in specs:
+        use_router(specs[True])
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
+
+
+def _te_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+
+
+def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else PackedAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    if experts and config.add_bias_linear:
+        _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
+    if config.qk_layernorm and not config.multi_latent_attention:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Of a ModuleSpec, or of the partial that stands for one in 0.19."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

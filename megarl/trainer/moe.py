@@ -1,0 +1,192 @@
+"""What routers add to the loss, weighed as the policy loss weighs its rows, and the bias that balances them instead.
+
+    Microbatch -> RouterRows --BalancedRouter.routing--> terms on the logits' gradient, experts' tokens --> bias
+
+For a row of T tokens, prompt included, E experts of which each token takes K:
+
+    balance  sum_e f_e P_e     f_e = E / (K T) * number of tokens with e among their K best scores
+                               P_e = mean of the scores of e, which sum to 1 over the experts     (1 where balanced)
+    z        mean of logsumexp(logits)^2
+
+Balance is that of DeepSeek-V3 (arXiv 2412.19437, eq. 17-20), Switch's (arXiv 2101.03961, eq. 4-6) row by row; z is
+ST-MoE's (arXiv 2202.08906, eq. 5). A row weighs what its tokens weigh in the policy loss, so sums over micro-batches
+and ranks do not depend on how rows lie on them; padding is no token. Only counts travel: f has no gradient, and P is
+a sum over tokens whose gradients meet in the router's weight.
+Shapes: N local tokens, R rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megarl.config.schema import Moe
+from megarl.layout import Axis
+from megarl.models.shape import ModelShape
+from megarl.trainer.microbatch import Microbatch
+
+__all__ = [
+    "BalancedRouter",
+    "RouterLosses",
+    "RouterRows",
+    "balance",
+    "forget_last_batch",
+    "mean_square_lse",
+    "scores_of",
+    "use_router",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRows:
+    """A micro-batch as this rank's routers see it."""
+
+    row_N: Tensor  # [N] int64, R for padding
+    length_R: Tensor  # [R] fp32, of the whole row
+    weight_R: Tensor  # [R] fp32, its part of the loss
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
+        """`weights_T` are those of the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
+        cu_seqlens = microbatch.cu_seqlens.cpu()
+        source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
+        row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
+        row_N = torch.where(source_N < 0, cu_seqlens.numel() - 1, row_N)
+        until = torch.cat([weights_T.new_zeros(1), weights_T[microbatch.index].cumsum(0)])[cu_seqlens]
+        return cls(row_N.to(device), cu_seqlens.diff().float().to(device), until.diff().float().to(device))
+
+    def as_one(self) -> RouterRows:
+        """The whole micro-batch as a single row."""
+        is_padding_N = self.row_N == self.length_R.numel()
+        return RouterRows(is_padding_N.long(), self.length_R.sum()[None], self.weight_R.sum()[None])
+
+    def sums(self, x_NE: Tensor) -> Tensor:
+        """[R, E]: over the tokens of each row."""
+        whole = x_NE.new_zeros(self.length_R.numel() + 1, *x_NE.shape[1:])
+        return whole.index_add(0, self.row_N, x_NE)[:-1]
+
+
+def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
+    """[N, E] fp32, of sum 1 over the experts: softmax, or sigmoids divided by their sum."""
+    if kind == "softmax":
+        return logits_NE.float().softmax(-1)
+    sigmoid_NE = logits_NE.float().sigmoid()
+    return sigmoid_NE / (sigmoid_NE.sum(-1, keepdim=True) + 1e-20)
+
+
+def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
+    """[R]: what this rank's tokens add to each row's balance; the ranks of `group` hold the rest of the rows."""
+    best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
+    count_RE = rows.sums(best_NE)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(count_RE, group=group)
+    length_R1 = rows.length_R[:, None]
+    f_RE = count_RE * scores_NE.shape[1] / (topk * length_R1)
+    return (f_RE * rows.sums(scores_NE) / length_R1).sum(1)
+
+
+def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
+    """[R]: what this rank's tokens add to each row's z."""
+    return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's, and what the update that is going on asks of it.
+
+    Its calls with gradient enabled come in the order of the micro-batches, whether they are the forward pass or,
+    where activations are recomputed, part of the backward pass: so the n-th is about the n-th.
+    """
+
+    terms: RouterLosses | None = None
+    calls = 0
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.terms is None or not torch.is_grad_enabled():
+            return super().routing(logits, *args, **kwargs)
+        rows = self.terms.rows[self.calls]
+        self.calls += 1
+        if rows.length_R.numel():
+            logits = MoEAuxLossAutoScaler.apply(logits, self.terms.loss(self, logits.flatten(0, -2), rows))
+        probs, chosen_NE = super().routing(logits, *args, **kwargs)
+        self.terms.count(self, rows.sums(chosen_NE.float()).sum(0))
+        return probs, chosen_NE
+
+
+def use_router(layer: Any) -> None:
+    """Have the spec of a layer with experts build our router; its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
+    mlp = layer.submodules.mlp
+    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    parts.router = BalancedRouter
+
+
+class RouterLosses:
+    """The routers of this rank's chunks through one update: `begin`, forward and backward passes, `finish`."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], moe: Moe, shape: ModelShape, tensor: Axis) -> None:
+        self._moe = moe
+        self._tensor = tensor
+        self._num_experts = shape.experts
+        self._num_layers = shape.layers - shape.dense_layers  # with experts, on all stages
+        self._routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)]
+        self._counts: dict[BalancedRouter, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self.rows: list[RouterRows] = []
+
+    def begin(self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device) -> None:
+        self.rows = [RouterRows.of(microbatch, weights_T, self._tensor, device) for microbatch in microbatches]
+        self._sums = {
+            f"moe/{name}": torch.zeros((), dtype=torch.float64, device=device) for name in ("aux_loss", "z_loss")
+        }
+        for router in self._routers:
+            router.terms, router.calls = self, 0
+            self._counts[router] = torch.zeros(self._num_experts, device=device)
+
+    def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
+        """0-d: this rank's part of the terms of one layer and micro-batch."""
+        moe = self._moe
+        over = rows.as_one() if moe.aux_loss_type == "megatron" else rows
+        scores_NE = scores_of(logits_NE, router.score_function)
+        balance_R = balance(scores_NE, over, topk=router.topk, group=router.tp_cp_group)
+        aux = (over.weight_R * balance_R).sum()
+        z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()
+        for name, value in (("moe/aux_loss", aux), ("moe/z_loss", z)):
+            self._sums[name] = self._sums[name] + value.detach() / self._num_layers
+        return moe.aux_loss * aux + moe.z_loss * z
+
+    def count(self, router: BalancedRouter, tokens_E: Tensor) -> None:
+        self._counts[router] += tokens_E
+
+    def finish(self, *, step: bool) -> dict[str, Tensor]:
+        """This rank's part of each term, a mean over the layers, before its coefficient. `step`: biases move too."""
+        assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
+        for router in self._routers:
+            router.terms = None
+        if step and self._moe.bias_update_rate:
+            self._move_biases()
+        return self._sums
+
+    @torch.no_grad()
+    def _move_biases(self) -> None:
+        """Experts with more tokens in this update than the mean become less likely, others more (DeepSeek-V3)."""
+        for router in self._routers:
+            tokens_E = self._counts[router]
+            dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
+            bias: Any = router.expert_bias  # [E] fp32
+            bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
+
+
+def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
+    """Megatron's dispatchers keep the probabilities they saw last, and with their graph the parameters and all that
+    hangs on these: a cycle that no collector sees, so the model would never go."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        kept: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+        kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})

@@ -1,0 +1,122 @@
+"""The actor in many layouts on four gloo ranks, against transformers and torch's own AdamW. One launch for all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    results = tmp_path_factory.mktemp("actor") / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "actor_ranks.py", results], capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(results.read_text())
+
+
+def each(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"{case['model']} {case['parallel']}", case) for case in found["layouts"]]
+
+
+def test_logprobs_and_entropy_are_those_of_transformers(found: dict[str, Any]) -> None:
+    assert len(found["layouts"]) == 21
+    for name, case in each(found):
+        assert case["logprob_error"] < 1e-5, name
+        ours, theirs = case["entropy"]
+        assert ours == pytest.approx(theirs, abs=1e-5), name
+
+
+def test_updates_are_those_of_plain_torch_in_every_layout(found: dict[str, Any]) -> None:
+    for name, case in each(found):
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            (loss, norm), (true_loss, true_norm) = case["steps"][step], case["oracle"][step]
+            assert true_norm > 1e-3, f"{name}: nothing to compare"
+            assert loss == pytest.approx(true_loss, rel=tolerance, abs=tolerance / 10), f"{name}, step {step}"
+            assert norm == pytest.approx(true_norm, rel=tolerance), f"{name}, step {step}"
+
+
+def test_layouts_of_a_model_agree(found: dict[str, Any]) -> None:
+    first: dict[str, Any] = {}
+    for name, case in each(found):
+        one = first.setdefault(case["model"], case)["steps"]
+        for step, tolerance in ((0, 1e-6), (1, 1e-5)):
+            assert case["steps"][step] == pytest.approx(one[step], rel=tolerance, abs=1e-7), name  # losses near 0
+
+
+def test_replicas_of_a_parameter_are_bit_equal(found: dict[str, Any]) -> None:
+    for name, case in each(found):
+        assert not case["replicas_differ"], name
+
+
+def test_result_is_independent_of_microbatching(found: dict[str, Any]) -> None:
+    sizes = found["microbatches"]
+    for one, other in (("large", "small"), ("few_rows", "few_rows_pipeline")):
+        for (loss, norm), (other_loss, other_norm) in zip(sizes[one], sizes[other], strict=True):
+            assert norm > 1e-3
+            assert loss == pytest.approx(other_loss, rel=1e-5, abs=1e-6)
+            assert norm == pytest.approx(other_norm, rel=1e-5)
+
+
+def test_bf16_keeps_the_loaded_weights_at_lr_zero(found: dict[str, Any]) -> None:
+    bf16 = found["bf16"]
+    assert bf16["kept"] and bf16["moved"] and not bf16["replicas_differ"]
+    assert bf16["grad_norm"] == pytest.approx(found["layouts"][0]["steps"][0][1], rel=0.05)
+    assert bf16["logprob_error"] < 0.05
+
+
+def test_reference_stays_while_the_policy_moves(found: dict[str, Any]) -> None:
+    reference = found["reference"]
+    assert reference["policy_moved"] > 0.1
+    assert reference["reference_moved"] == 0.0
+    assert reference["weights_kept_by_logprobs"]
+    assert reference["kl"][0] == 0.0 and reference["kl"][1] > 0.01
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(found: dict[str, Any]) -> None:
+    skip = found["skip"]
+    assert skip["skipped"] and skip["kept"]
+    skipped, loss, norm = skip["after"]
+    clean = next(case for _, case in each(found) if case["model"] == "qwen3_moe")["steps"][0]
+    assert not skipped
+    assert [loss, norm] == pytest.approx(clean, rel=1e-6)
+
+
+def test_several_updates_a_step_and_the_schedule(found: dict[str, Any]) -> None:
+    updates = found["updates"]
+    assert updates["lrs"] == [0.03, 0.03], "the second step of a warm-up of two"
+    assert updates["clip_frac"][1] > 0, "the policy moved within the step"
+    assert updates["sft"] == sorted(updates["sft"], reverse=True), "SFT learns"
+    assert updates["sft"][0] == pytest.approx(updates["sft_expected"], rel=1e-6)
+
+
+def test_tokens_selected_are_the_same_in_every_layout(found: dict[str, Any]) -> None:
+    selection = found["selection"]
+    for loss in ("kl_cov", "clip_cov"):
+        one, other = (steps for name, steps in selection.items() if name.startswith(loss))
+        assert one[0][1] > 1e-3
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            assert other[step] == pytest.approx(one[step], rel=tolerance, abs=1e-6), f"{loss}, update {step}"
+
+
+def test_a_batch_without_a_trained_token_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["nothing"] == {"skipped": [True, True], "kept": True, "moves": True}
+
+
+def test_collectives_that_gloo_refuses(found: dict[str, Any]) -> None:
+    collectives = found["collectives"]
+    assert collectives["host"]
+    assert collectives["gathered"] == [[float(rank)] * size for rank, size in enumerate((1, 2, 3, 4))]
+    assert collectives["scattered"] == [4 * 1 + 0 + 1 + 2 + 3]
+    assert collectives["exchanged"] == [0.0, 1.0, 2.0, 3.0]
+    assert "invalid tensor size" in collectives["gloo"], (
+        "gloo learnt it: drop the emulation from platform/megatron_on_cpu.py"
+    )

@@ -1,0 +1,357 @@
+"""One job of four gloo ranks that builds many actors one after another; rank 0 writes what they found as JSON.
+
+python actor_ranks.py RESULTS.json      (starting is what costs, so all of test_actor.py shares one launch)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from actor_cases import Oracle, ask, load_model, random_batch, save_model
+
+from megarl.algorithms.objective import add_advantages, initial_state
+from megarl.config.schema import Config, Model
+from megarl.data.collate import collate
+from megarl.data.packing import plan_microbatches
+from megarl.layout import Layout
+from megarl.models.shape import ModelShape, read_model
+from megarl.platform import megatron_on_cpu
+from megarl.trainer.trainer import Actor
+from megarl.types import ScoredBatch, StepReport, TrainBatch
+
+WORLD = 4
+DENSE = [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+SPARSE = [
+    {},
+    {"expert": 2},
+    {"expert": 4},
+    {"tensor": 2},
+    {"tensor": 2, "expert_tensor": 2},
+    {"tensor": 2, "expert": 2},
+    {"pipeline": 2, "expert": 2},
+]
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    *(("qwen3", parallel) for parallel in DENSE),
+    *(("qwen3_moe", parallel) for parallel in SPARSE),
+    ("llama", {}),
+    ("llama", {"tensor": 2, "pipeline": 2}),
+    ("qwen2", {"tensor": 2}),
+    ("qwen2", {"tensor": 2, "pipeline": 2}),
+    ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
+    ("qwen3_moe_unnormalised", {"tensor": 2, "pipeline": 2}),
+    ("qwen3@5", {"pipeline": 2, "virtual_pipeline": 2}),  # chunks of 2, 1, 1 and 1 layers
+    ("mixtral", {"tensor": 2, "expert": 2}),
+    ("deepseek_v3@3", {"tensor": 2, "pipeline": 2}),  # stages of 2 and 1
+    ("glm4_moe", {"tensor": 2, "pipeline": 2}),
+]
+TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
+
+
+def config_of(parallel: dict[str, int], algorithm: dict[str, Any] | None = None, **train: Any) -> Config:
+    return Config.model_validate({"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}})
+
+
+class Bench:
+    """Builds actors of the saved models, one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last: Actor | None = None
+
+    def saved(self, model: str) -> Path:
+        path = self.folder / model
+        if dist.get_rank() == 0 and not path.exists():
+            save_model(model, self.folder)
+        dist.barrier()
+        return path
+
+    def actor(self, model: str, config: Config, shape: ModelShape | None = None) -> Actor:
+        """`shape`: other than what its config.json is read as."""
+        path = self.saved(model)
+        layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
+        config = config.model_copy(update={"model": Model(path=str(path))})
+        self.close()
+        self.last = Actor.build(config, shape or read_model(path), layout, folder=path, device=torch.device("cpu"))
+        return self.last
+
+    def close(self) -> None:
+        if self.last is not None:
+            self.last.close()
+            self.last = None
+
+
+def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:
+    logprobs = actor.logprobs(batch)
+    algorithm = actor.config.algorithm
+    return add_advantages(batch, logprobs, algorithm, initial_state(algorithm))[0]
+
+
+def train_once(actor: Actor, scored: ScoredBatch) -> StepReport:
+    return actor.update(scored, plan_microbatches(scored, actor.layout, actor.config.train))
+
+
+def fingerprints(actor: Actor) -> dict[str, str]:
+    """ShardSlice of an HF tensor -> hash of its bytes in this rank's parameters."""
+    parameters = actor.parameters_by_name()
+    result = {}
+    for box in actor.slices_by_rank()[actor.layout.rank]:
+        parameter = parameters[box.param].detach()
+        part = parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
+        result[f"{box.name}{box.start}{box.shape}"] = sha256(part.float().numpy().tobytes()).hexdigest()
+    return result
+
+
+def replicas_differ(actor: Actor) -> list[str]:
+    everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, fingerprints(actor))
+    seen: dict[str, set[str]] = {}
+    for rank in everywhere:
+        for name, value in rank.items():
+            seen.setdefault(name, set()).add(value)
+    return sorted(name for name, values in seen.items() if len(values) > 1)
+
+
+def check_layouts(bench: Bench) -> list[dict[str, Any]]:
+    return measure(bench, LAYOUTS)
+
+
+def measure(
+    bench: Bench, layouts: list[tuple[str, dict[str, int]]], look: Callable[[Actor], Any] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Every layout: what `look` sees of the new actor, what it says and how it learns.
+
+    The oracle of each model is asked once, by rank 0.
+    """
+    oracles: dict[str, Oracle] = {}
+    return [_measure(bench, model, parallel, oracles, look) for model, parallel in layouts]
+
+
+def _measure(
+    bench: Bench, model: str, parallel: dict[str, int], oracles: dict[str, Oracle], look: Callable[[Actor], Any]
+) -> dict[str, Any]:
+    actor, batch = bench.actor(model, config_of(parallel)), random_batch(num_rows=8)
+    seen, scored = look(actor), score(actor, batch)
+    if model not in oracles and dist.get_rank() == 0:
+        oracles[model] = ask(load_model(bench.folder / model), scored, actor.config)
+    before = replicas_differ(actor)
+    steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+    differ = before + replicas_differ(actor)
+    if dist.get_rank() != 0:
+        return {}
+    return {
+        "model": model,
+        "parallel": parallel,
+        "seen": seen,
+        "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
+        "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
+        "steps": [(step.loss, step.grad_norm) for step in steps],
+        "oracle": oracles[model].steps,
+        "replicas_differ": differ,
+    }
+
+
+def check_microbatches(bench: Bench) -> dict[str, Any]:
+    """One large micro-batch, many small ones, and fewer rows than data ranks: the same update."""
+    found = {}
+    for name, num_rows, max_tokens, parallel in (
+        ("large", 8, 1000, {"tensor": 2}),
+        ("small", 8, 20, {"tensor": 2}),
+        ("few_rows", 3, 1000, {}),
+        ("few_rows_pipeline", 3, 20, {"pipeline": 2}),
+    ):
+        actor = bench.actor("qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3))
+        scored = score(actor, random_batch(num_rows=num_rows, seed=3))
+        steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+        found[name] = [(step.loss, step.grad_norm) for step in steps]
+    return found
+
+
+def check_bf16(bench: Bench) -> dict[str, Any]:
+    """At lr 0 the weights keep their bits: the optimizer's main weights began as what was loaded."""
+    batch = random_batch(num_rows=8)
+    actor = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=0.0))
+    before = fingerprints(actor)
+    scored = score(actor, batch)
+    train_once(actor, scored)
+    kept = before == fingerprints(actor)
+    wide = bench.actor("qwen3", config_of({"tensor": 2})).logprobs(batch).old
+    moving = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=1e-3))
+    norm = train_once(moving, scored).updates[0].grad_norm
+    return {
+        "kept": kept,
+        "moved": before != fingerprints(moving),
+        "grad_norm": norm,
+        "logprob_error": float((scored.old_logprobs - wide).abs().mean()),
+        "replicas_differ": replicas_differ(moving),
+    }
+
+
+def check_reference(bench: Bench) -> dict[str, Any]:
+    """After updates the reference still says what the first weights said, and the weights keep their bits."""
+    kl = {"kl": {"estimator": "k3", "where": "loss", "coef": 0.1}}
+    actor, batch = bench.actor("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)), random_batch(num_rows=8)
+    scored = score(actor, batch)
+    first = train_once(actor, scored).updates[0]
+    later = actor.logprobs(batch)
+    assert later.ref is not None and scored.ref_logprobs is not None
+    second = train_once(actor, scored).updates[0]
+    return {
+        "reference_moved": float((later.ref - scored.old_logprobs).abs().max()),
+        "policy_moved": float((later.old - scored.old_logprobs).abs().max()),
+        "weights_kept_by_logprobs": _same_after(actor, batch),
+        "kl": [first.metrics["kl/ref"], second.metrics["kl/ref"]],
+    }
+
+
+def _same_after(actor: Actor, batch: TrainBatch) -> bool:
+    before = fingerprints(actor)
+    actor.logprobs(batch)
+    return before == fingerprints(actor)
+
+
+def check_skip(bench: Bench) -> dict[str, Any]:
+    """A gradient that is infinite on one data rank skips the step everywhere; the next step is as if nothing was."""
+    actor = bench.actor("qwen3_moe", config_of({"expert": 2}))
+    scored = score(actor, random_batch(num_rows=8))
+    poisoned = scored.advantages.clone()
+    poisoned[scored.mask.nonzero()[0]] = math.inf
+    before = fingerprints(actor)
+    bad = train_once(actor, replace(scored, advantages=poisoned)).updates[0]
+    kept = before == fingerprints(actor)
+    good = train_once(actor, scored).updates[0]
+    return {"skipped": bad.skipped, "kept": kept, "after": (good.skipped, good.loss, good.grad_norm)}
+
+
+def check_updates(bench: Bench) -> dict[str, Any]:
+    """Two updates a step clip on the second; the schedule counts steps; SFT goes the same way."""
+    actor = bench.actor("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=2, lr=3e-2))
+    scored = score(actor, random_batch(num_rows=8))
+    report = [train_once(actor, scored) for _ in range(2)][-1]
+    next_lr = actor.scheduler.lr
+    sft = {"loss": "sft", "advantage": "none", "correction": "none"}
+    taught = bench.actor("qwen3", config_of({"pipeline": 2}, sft))
+    batch = random_batch(num_rows=8)
+    unit = ScoredBatch(
+        **{name: getattr(batch, name) for name in batch.__dataclass_fields__},
+        advantages=torch.zeros_like(batch.rollout_logprobs),
+        old_logprobs=torch.zeros_like(batch.rollout_logprobs),
+        ref_logprobs=None,
+        kl_coef=0.0,
+    )
+    before = taught.logprobs(batch).old
+    return {
+        "lrs": [update.lr for update in report.updates],
+        "next_lr": next_lr,
+        "clip_frac": [update.metrics["clip_frac"] for update in report.updates],
+        "sft": [train_once(taught, unit).updates[0].loss for _ in range(4)],
+        "sft_expected": float(-before[batch.mask].mean()),
+    }
+
+
+def check_selection(bench: Bench) -> dict[str, Any]:
+    """Tokens are chosen over the whole batch, before each update, so every layout chooses the same."""
+    found = {}
+    for loss, options in (("kl_cov", {"share": 0.2}), ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9})):
+        for parallel in ({}, {"tensor": 2, "pipeline": 2}):
+            rules = {"loss": loss, "select_options": options}
+            actor = bench.actor("qwen3", config_of(parallel, rules, updates_per_step=2))
+            updates = train_once(actor, score(actor, random_batch(num_rows=8))).updates
+            found[f"{loss} {parallel}"] = [[update.loss, update.grad_norm] for update in updates]
+    return found
+
+
+def check_nothing(bench: Bench) -> dict[str, Any]:
+    """A batch without a trained token changes nothing, though Adam has momentum; neither does one without a row."""
+    actor = bench.actor("qwen3", config_of({"tensor": 2}))
+    batch = random_batch(num_rows=8)
+    scored = score(actor, batch)
+    train_once(actor, scored)
+    before = fingerprints(actor)
+    masked = replace(batch, mask=torch.zeros_like(batch.mask))
+    empty = collate([], temperature=1.0)
+    reports = [train_once(actor, score(actor, nothing)).updates[0] for nothing in (masked, empty)]
+    kept = before == fingerprints(actor)
+    train_once(actor, scored)
+    return {"skipped": [r.skipped for r in reports], "kept": kept, "moves": before != fingerprints(actor)}
+
+
+def check_collectives(_bench: Bench) -> dict[str, Any]:
+    """What Megatron's modules call, and that gloo alone still refuses it."""
+    from megatron.core.tensor_parallel.mappings import torch as theirs
+
+    rank, sizes = dist.get_rank(), [1, 2, 3, 4]
+    mine = torch.full((sizes[rank], 2), float(rank))
+    gathered = [torch.empty(size, 2) for size in sizes]
+    theirs.distributed.all_gather(gathered, mine)
+    own = torch.empty(sizes[rank], 2)
+    theirs.distributed.reduce_scatter(own, [torch.full((size, 2), float(size + rank)) for size in sizes])
+    out = torch.empty(4)
+    theirs.distributed.all_to_all_single(out, torch.full((4,), float(rank)), torch.ones(4), torch.ones(4))
+    try:
+        dist.all_gather([torch.empty(size, 2) for size in sizes], mine)
+        gloo = "accepted"
+    except (RuntimeError, ValueError) as error:
+        gloo = str(error)
+    return {
+        "gathered": [part[:, 0].tolist() for part in gathered],
+        "scattered": own[:, 0].tolist(),
+        "exchanged": out.tolist(),
+        "gloo": gloo,
+        "host": megatron_on_cpu.is_installed(),
+    }
+
+
+CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "collectives": check_collectives,
+    "layouts": check_layouts,
+    "microbatches": check_microbatches,
+    "bf16": check_bf16,
+    "reference": check_reference,
+    "skip": check_skip,
+    "updates": check_updates,
+    "selection": check_selection,
+    "nothing": check_nothing,
+}
+
+
+def join(rank: int, world: int, folder: str) -> Bench:
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    return Bench(Path(folder))
+
+
+def run_checks(bench: Any, checks: Mapping[str, Callable[[Any], Any]], results: str) -> None:
+    """Every rank calls; rank 0 tells the time of each and writes what they found. Ends the process group."""
+    found, is_first = {}, dist.get_rank() == 0
+    for name, check in checks.items():
+        start = perf_counter()
+        found[name] = check(bench)
+        if is_first:
+            print(f"{name}: {perf_counter() - start:.1f} s", flush=True)
+    if is_first:
+        Path(results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
+    run_checks(join(rank, WORLD, folder), {name: CHECKS[name] for name in checks}, results)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as scratch:
+        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD)

@@ -1,0 +1,261 @@
+"""Hostile code in the jail: each is stopped, named, and changes nothing outside."""
+
+from __future__ import annotations
+
+import glob
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import Reward
+from megarl.jail import sandbox
+from megarl.jail.sandbox import Limits, missing_limits, run_program
+from megarl.rewards.code import make_code
+from megarl.rewards.outcome import Case
+
+pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"this machine cannot limit {missing_limits()}")
+
+SECRET = "hunter2-of-the-trainer"
+OUTSIDE = str(Path(__file__).resolve())
+HOSTILE = {  # code: the name it is counted under
+    "import os\nwhile True: os.fork()": "forbidden",
+    "import os\nwhile True:\n    try: os.fork()\n    except BaseException: pass": "forbidden",
+    "import subprocess; subprocess.run(['ls'])": "forbidden",
+    "import os; os.system('ls')": "forbidden",
+    "import os; os.execv('/bin/ls', ['ls'])": "forbidden",
+    "import multiprocessing as m; p = m.Process(target=print); p.start()": "forbidden",
+    "import socket; socket.create_connection(('127.0.0.1', 1))": "forbidden",
+    "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)": "forbidden",
+    "import socket; socket.socket(socket.AF_UNIX).connect('/var/run/docker.sock')": "forbidden",
+    "import urllib.request; urllib.request.urlopen('http://127.0.0.1')": "forbidden",
+    "open('/tmp/evil', 'w').write('x')": "forbidden",
+    "open('../evil', 'w').write('x')": "forbidden",
+    f"open({OUTSIDE!r}).read()": "forbidden",
+    f"import os; os.open({OUTSIDE!r}, os.O_RDONLY | os.O_TRUNC)": "forbidden",
+    f"import os; os.truncate({OUTSIDE!r}, 0)": "forbidden",
+    f"import os; os.unlink({OUTSIDE!r})": "forbidden",
+    f"import os; os.chmod({OUTSIDE!r}, 0)": "forbidden",
+    f"import os; os.rename({OUTSIDE!r}, 'mine')": "forbidden",
+    f"import os; os.link({OUTSIDE!r}, 'mine')": "forbidden",
+    f"import os; os.symlink({OUTSIDE!r}, 'mine'); print(open('mine').read())": "forbidden",
+    "import os; os.mkdir('deep')": "forbidden",
+    "import os, shutil; shutil.rmtree(os.getcwd()); print('done')": "forbidden",
+    "import os; print(open(f'/proc/{os.getppid()}/environ').read())": "forbidden",
+    "import os; print(open(f'/proc/{os.getppid()}/mem').read())": "forbidden",
+    "import os; os.kill(os.getppid(), 9)": "forbidden",
+    "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))": "forbidden",
+    "import os, fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())": "forbidden",
+    "import os; os.sched_setaffinity(os.getppid(), {0})": "forbidden",
+    "import ctypes; ctypes.CDLL(None).ptrace(16, 1, 0, 0)": "forbidden",
+    "import ctypes; ctypes.CDLL(None).unshare(0x10000000)": "forbidden",
+    "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))": "exception",
+    "import mmap; mmap.mmap(-1, 4 << 30)": "exception",
+    "x = []\nwhile True: x.append(bytearray(1 << 20))": "memory",
+    "x = 'a'\nwhile True: x += x": "memory",
+    "while True: print('x' * 10_000)": "output",
+    "import os\nwhile True: os.write(1, b'x' * 10_000)": "output",
+    "open('a', 'w').write('x' * (3 << 20))": "disk",
+    "i = 0\nwhile True:\n    open(str(i), 'w').write('x' * 100_000)\n    i += 1": "disk",
+    "while True: pass": "timeout",
+    "import time; time.sleep(60)": "timeout",
+    "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\n"
+    "time.sleep(60)": "timeout",
+    "import contextlib, os, time\nwhile True:\n    time.sleep(0.1)\n    for fd in range(3, 99):\n"
+    "        with contextlib.suppress(OSError): os.write(fd, b'{}\\n')": "timeout",
+    "import os, time; os.closerange(0, 99); time.sleep(60)": "timeout",
+    "import threading\nthreading.Thread(target=threading.Event().wait).start()": "timeout",
+    "import ctypes; ctypes.string_at(0)": "crashed",
+    "import os; os.abort()": "crashed",
+    "import os; os._exit(0)": "wrong_answer",
+    "import os; print(sorted(os.environ.items()), os.listdir())": "wrong_answer",
+}
+
+
+def test_hostile_code_is_named_and_nothing_is_left(monkeypatch):
+    """All in one batch with a good one at each end: the order stays, the others go on."""
+    monkeypatch.setenv("SECRET", SECRET)
+    good = "print(int(input()) + 1)"
+    codes = [good, *HOSTILE, good]
+    before = Path(OUTSIDE).stat()
+    options = {"time_s": 2.0, "memory_mb": 96, "disk_mb": 2, "output_kb": 64, "concurrency": 6}
+    part = make_code(Reward(name="code", options=options))
+    cases = [Case(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
+    found = part(cases)
+    named = {code: verdict.cause for code, verdict in zip(codes, found, strict=True)}
+    assert {code: cause for code, cause in named.items() if cause != HOSTILE.get(code, "")} == {}
+    assert [verdict.value for verdict in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
+    after = Path(OUTSIDE).stat()
+    assert (after.st_size, after.st_mode, after.st_mtime) == (before.st_size, before.st_mode, before.st_mtime)
+    assert not glob.glob(f"{tempfile.gettempdir()}/evil")
+    assert not [line for line in processes() if "jail.py" in line]
+
+
+TESTS = {"inputs": ["41\n"], "outputs": ["42\n"]}
+
+
+def processes() -> list[str]:
+    """The command lines of this process's children."""
+    lines = []
+    for stat in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            if int(Path(stat).read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                lines.append(Path(stat).with_name("cmdline").read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return lines
+
+
+def test_no_folder_is_left(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start = time.monotonic()
+    for code in ("open('a', 'w')", "import time; time.sleep(60)", "import os; os.unlink('solution.py')"):
+        run_program(code, "", Limits(time_s=0.3))
+    assert time.monotonic() - start < 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_environment_and_the_arguments_tell_nothing(monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    run = run_program("import os, sys; print(os.environ, sys.argv, sys.orig_argv, os.listdir())", "", Limits())
+    text = run.output.decode()
+    assert "HOME" in text and SECRET not in text
+    assert (
+        run_program("print(hash('a'), {'b', 'a', 'c'})", "", Limits()).output
+        == run_program("print(hash('a'), {'b', 'a', 'c'})", "", Limits()).output
+    )  # the same reward in every run
+
+
+def test_harmless_things_work():
+    code = (
+        "import asyncio, threading, tempfile, json, os, sys\n"
+        "asyncio.run(asyncio.sleep(0))\n"
+        "out = []\n"
+        "thread = threading.Thread(target=out.append, args=(1,)); thread.start(); thread.join()\n"
+        "open('a', 'w').write('x'); os.remove('a')\n"
+        "tempfile.TemporaryFile().close()\n"
+        "sys.setrecursionlimit(10_000)\n"
+        "def deep(n): return n and 1 + deep(n - 1)\n"
+        "print(out, deep(5000), input(), sys.stdin.read(), __name__)"
+    )
+    run = run_program(code, "a\nb\n", Limits(time_s=20))
+    assert (run.kind, run.output.decode().split()) == ("", ["[1]", "5000", "a", "b", "__main__"])
+
+
+def test_the_parents_death_ends_the_code(tmp_path):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from megarl.jail.sandbox import *\n"
+        "run_program('open(\"alive\", \"w\"); import time; time.sleep(60)', '', Limits(time_s=60))"
+    )
+    root = str(Path(sandbox.__file__).parents[2])
+    environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin"}
+    with subprocess.Popen([sys.executable, "-c", script, root], env=environment) as parent:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("*/alive")):
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.02)
+        parent.kill()
+    folder = str(next(tmp_path.iterdir()))
+    while any(folder in line for line in all_processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def all_processes() -> list[str]:
+    lines = []
+    for file in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            lines.append(Path(file).read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return lines
+
+
+def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog):
+    missing = {"files (Landlock)": "Function not implemented"}
+    monkeypatch.setattr("megarl.rewards.code.missing_limits", lambda: missing)
+    with pytest.raises(
+        ValueError, match=r"cannot limit files \(Landlock\): Function not implemented; use a Linux kernel"
+    ):
+        make_code(Reward(name="code"))
+    part = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
+    assert "files (Landlock)" in caplog.text
+    assert part([Case("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
+
+
+@pytest.mark.long
+def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path, monkeypatch):
+    """The jail without its system calls: strict runs nothing, best_effort runs and still counts."""
+    crippled = tmp_path / "jail.py"
+    crippled.write_text(sandbox.JAIL.read_text().replace('ARCHES = {"x86_64"', 'ARCHES = {"pdp11"'))
+    monkeypatch.setattr(sandbox, "JAIL", crippled)
+    monkeypatch.setattr("megarl.rewards.code.missing_limits", dict)
+    case = Case("0/0", "p", "print(42)", extra={"tests": TESTS})
+    strict = make_code(Reward(name="code"))([case])[0]
+    assert (strict.value, strict.cause) == (None, "sandbox") and "seccomp" in strict.why
+    assert make_code(Reward(name="code", options={"sandbox": "best_effort"}))([case])[0].value == 1.0
+
+
+@pytest.mark.long
+def test_the_first_landlock_has_no_say_on_truncation_but_the_jail_has(tmp_path, monkeypatch):
+    """Linux 5.13 to 6.1."""
+    older = tmp_path / "jail.py"
+    text = sandbox.JAIL.read_text()
+    older.write_text(text.replace("    known = (1 <<", "    version = 1\n    known = (1 <<"))
+    assert older.read_text() != text
+    monkeypatch.setattr(sandbox, "JAIL", older)
+    monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, str(tmp_path)))
+    assert run_program(f"print(open({str(older)!r}).read(4))", "", Limits(time_s=20)).output == b'"""R\n'
+    for code in (
+        f"import os; os.open({str(older)!r}, os.O_RDONLY | os.O_TRUNC)",
+        f"import os; os.truncate({str(older)!r}, 0)",
+        f"open({str(older)!r}, 'w')",
+        f"import os; os.link({str(older)!r}, 'mine')",
+    ):
+        assert run_program(code, "", Limits(time_s=20)).kind == "forbidden", code
+    assert older.read_text().startswith('"""R')
+
+
+@pytest.mark.long
+def test_bombs_of_every_kind_at_once():
+    """Many samples at a time, all of them bad: threads, memory, output, disk. The machine answers meanwhile."""
+    bombs = [
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True: threading.Thread(target=time.sleep, args=(9,)).start()",
+        "x = []\nwhile True: x.append(bytearray(1 << 22))",
+        "while True: print('x' * 1_000_000)",
+        "i = 0\nwhile True:\n    i += 1\n    open(str(i % 900), 'a').write('x' * 50_000)",
+        "import os\nwhile True:\n    try: os.fork()\n    except BaseException: pass",
+        "print('x' * (1 << 30))",
+        "import sys\nfor _ in range(1 << 10): sys.stdout.write('x' * (1 << 20))",
+        "import zlib; zlib.decompress(zlib.compress(b'0' * (100 << 20)) * 1); x = b'0' * (1 << 40)",
+    ]
+    part = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
+    start = time.monotonic()
+    found = part([Case(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
+    assert {verdict.value for verdict in found} == {0.0}
+    causes = {verdict.cause for verdict in found}
+    assert {"memory", "output", "disk", "forbidden"} <= causes <= {
+        "memory", "output", "disk", "forbidden", "timeout", "exception", "crashed"
+    }  # fmt: skip
+    assert time.monotonic() - start < 60
+    assert not [line for line in processes() if "jail.py" in line]
+
+
+def test_a_trainer_with_many_open_files():
+    """Descriptors above 1023, which select() cannot wait for, and a limit the child must live with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run_program("print(1)", "", Limits(time_s=20)).output == b"1\n"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,156 @@
+"""Processes: how a job ends is said once and truly, and nothing of it is left. The ranks do not train here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STAND_IN = str(Path(__file__).parent / "stand_in")
+LAUNCH = """
+import sys
+from megarl.config.load import parse_config
+from megarl.config.validate import check_config
+from megarl.launch.spawn import launch
+from megarl.platform.env import Env
+name, folder, world = sys.argv[1:]
+run, launcher = {"name": name, "dir": folder}, {"processes": int(world)}
+config = parse_config({"run": run, "model": {"create": {}}, "launch": launcher})
+try:
+    sys.exit(launch(config, Env.read(), check_config(config, Env.read())))
+except ValueError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def start(name: str, folder: Path, world: int = 2, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, name, str(folder), str(world)],
+        env={**os.environ, "PYTHONPATH": STAND_IN, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=40)
+    return process.returncode, out, err
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not all(file.exists() and (file.stat().st_size or "busy" in file.name) for file in files):
+        assert time.monotonic() < deadline, f"none of {files}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(*pids: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
+def rank_pids(folder: Path, world: int = 2) -> list[int]:
+    return [int((folder / f"up_{rank}").read_text().split()[0]) for rank in range(world)]
+
+
+def exit_file(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "exit.json").read_text())
+
+
+def test_done(tmp_path: Path) -> None:
+    code, out, err = finish(start("done", tmp_path, OMP_NUM_THREADS="3"))
+    assert (code, out, err) == (0, "hello from rank 0 of 2\n", ""), "rank 0 speaks, noise goes to the logs"
+    logs = tmp_path / "done" / "logs"
+    assert "hello from rank 1" in (logs / "rank_1.log").read_text()
+    assert {"noise from rank 0", "c++ chatter"} <= set((logs / "rank_0.log").read_text().splitlines())
+    assert exit_file(tmp_path / "done") | {"seconds": 0} == {"code": 0, "seconds": 0, "world": 2}
+    ups = [(tmp_path / "done" / f"up_{rank}").read_text().split()[1:] for rank in range(2)]
+    assert ups[0] == ups[1], "ranks of a job share its id and its launcher"
+    assert ups[0][2] == "3", "the user's thread count stays"
+    assert (tmp_path / "done" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "lines", "said"),
+    [
+        ("user", 2, 1, "model.path=/not/there is not a directory"),
+        ("refused", 3, 1, "refused to go on (start-up): log-probs differ by 3 at most"),
+        ("defect", 1, None, "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'"),
+        ("echo", 3, 1, "first"),
+        ("killed", 1, 3, "rank 1 was ended by SIGKILL; out of memory?"),
+    ],
+)
+def test_first_failure_is_said_once(tmp_path: Path, name: str, code: int, lines: int | None, said: str) -> None:
+    got, _out, err = finish(start(name, tmp_path))
+    assert got == code, err
+    assert err.count(said) == 1, err
+    assert lines is None or len(err.splitlines()) == lines, err
+    assert exit_file(tmp_path / name)["code"] == code
+    assert gone(*rank_pids(tmp_path / name), within_s=0)
+
+
+def test_a_defect_shows_the_last_lines_and_where_its_peer_was(tmp_path: Path) -> None:
+    _code, _out, err = finish(start("defect", tmp_path))
+    assert 'int("what")' in err
+    assert f"{tmp_path}/defect/logs/rank_1.log" in err
+    assert "rank 0 had not failed" in err
+    log = (tmp_path / "defect" / "logs" / "rank_0.log").read_text()
+    assert "sitecustomize.py" in log, "asked by the launcher, the rank left behind says where it is"
+
+
+@pytest.mark.parametrize("name", ["forever", "stubborn"])
+def test_ctrl_c_ends_everything(tmp_path: Path, name: str) -> None:
+    process = start(name, tmp_path)
+    folder = tmp_path / name
+    wait_for(folder / "busy_0", folder / "busy_1")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _out, err = finish(process)
+    assert time.monotonic() - began < 10
+    assert (code, err.count("\n")) == (130, 1)
+    children = [int(file.read_text()) for file in folder.glob("child_*")]
+    assert len(children) == (2 if name == "stubborn" else 0)
+    assert gone(*rank_pids(folder), *children, within_s=1)
+    assert exit_file(folder)["code"] == 130
+
+
+def test_killed_launcher_takes_its_ranks_along_and_the_name_is_free(tmp_path: Path) -> None:
+    process = start("forever", tmp_path)
+    folder = tmp_path / "forever"
+    wait_for(folder / "busy_0", folder / "busy_1")
+    pids = rank_pids(folder)
+    code, _out, err = finish(start("forever", tmp_path))
+    assert code != 0
+    assert "give run.name another" in err, "two runs of one name would write over each other"
+    process.kill()
+    process.communicate()
+    assert gone(*pids, within_s=5)
+    for file in folder.glob("*_*"):
+        file.unlink()
+    again = start("forever", tmp_path)
+    wait_for(folder / "busy_0", folder / "busy_1")
+    again.send_signal(signal.SIGINT)
+    assert finish(again)[0] == 130
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    both = [start(f"done-{i}", tmp_path) for i in range(2)]
+    assert [finish(process)[0] for process in both] == [0, 0]
+    ids = {(tmp_path / f"done-{i}" / "up_0").read_text().split()[1] for i in range(2)}
+    assert len(ids) == 2

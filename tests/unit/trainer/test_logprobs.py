@@ -1,0 +1,135 @@
+"""Chunked log-probs and entropy against plain autograd over the whole [T, vocab]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from megarl.trainer import logprobs
+from megarl.trainer.logprobs import VocabShard, token_outputs
+
+T, H, VOCAB, ROWS = 13, 8, 11, 16  # ROWS of the weight, 5 of them padding
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator).requires_grad_()
+    weight = torch.randn(ROWS, H, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (T,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients(chunk: int, temperature: float) -> None:
+    hidden, weight, labels = draw()
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    ours = token_outputs(hidden, weight, labels, shard, temperature=temperature, chunk=chunk, entropy=True)
+    log_softmax = (hidden @ weight[:VOCAB].T / temperature).log_softmax(-1)
+    logprobs, entropy = log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+    assert ours.entropy_T is not None
+    assert_close(ours.logprobs_T, logprobs)
+    assert_close(ours.entropy_T, entropy)
+    weights = torch.linspace(-1, 1, T)
+    for outputs in ((ours.logprobs_T, ours.entropy_T), (logprobs, entropy)):
+        hidden.grad = weight.grad = None
+        (outputs[0] * weights + 0.3 * outputs[1] * weights.flip(0)).sum().backward()
+        if outputs[0] is ours.logprobs_T:
+            mine = hidden.grad, weight.grad
+    assert_close(mine, (hidden.grad, weight.grad))
+    assert mine[1][VOCAB:].abs().max() == 0, "padding rows never learn"
+
+
+def test_without_entropy_and_without_tokens() -> None:
+    hidden, weight, labels = draw()
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    ours = token_outputs(hidden[:0], weight, labels[:0], shard, temperature=1.0, chunk=4, entropy=False)
+    assert ours.entropy_T is None and ours.logprobs_T.shape == (0,)
+    ours.logprobs_T.sum().backward()
+    assert weight.grad is not None and weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("tile", [64, 200, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: torch.dtype) -> None:
+    """Logits are never rounded to bf16: given the same inputs only the gradients' last rounding is."""
+    monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (40, 500))
+    labels, given = torch.randint(500, (40,), generator=generator), torch.randn(2, 40, generator=generator)
+    found = []
+    for wide in (False, True):
+        h, w = (x.double() if wide else x.clone() for x in (hidden, weight))
+        h.requires_grad_(), w.requires_grad_()
+        if wide:
+            log_softmax = (h @ w.T / 0.7).log_softmax(1)
+            out = [log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(1)]
+        else:
+            shard = VocabShard.of(500, 500, dist.group.WORLD)
+            read = token_outputs(h, w, labels, shard, temperature=0.7, chunk=16, entropy=True)
+            out = [read.logprobs_T, read.entropy_T]
+        (out[0] * given[0] + out[1] * given[1]).sum().backward()
+        found.append([x.detach().double() for x in (*out, h.grad, w.grad)])
+    for number, (ours, true) in enumerate(zip(*found, strict=True)):
+        tolerance = 1e-5 if number < 2 or dtype == torch.float32 else 5e-3
+        assert (ours - true).abs().max() <= tolerance * true.abs().max(), number
+
+
+def test_the_gradient_goes_to_main_grad_where_there_is_one() -> None:
+    hidden, weight, labels = draw()
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+
+    def backward() -> None:
+        token_outputs(
+            hidden, weight, labels, shard, temperature=1.0, chunk=4, entropy=False
+        ).logprobs_T.sum().backward()
+
+    backward()
+    expected, weight.grad, weight.main_grad = weight.grad, None, torch.ones(ROWS, H)
+    backward()
+    assert weight.grad is None
+    assert_close(weight.main_grad, expected + 1)
+
+
+@pytest.mark.parametrize("of_entropy", [False, True])
+def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch, of_entropy: bool) -> None:
+    """Forward and backward: no tensor of tokens and vocabulary is larger than a tile; an entropy that is only looked
+    at has no backward."""
+    monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", 4 * 4 * 5)
+    hidden, weight, labels = draw()
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    largest, exponentials = 0, 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest, exponentials
+            out = func(*args, **(kwargs or {}))
+            inputs = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
+            for x in [out] if isinstance(out, torch.Tensor) else []:
+                if x.ndim == 2 and x.untyped_storage().data_ptr() not in inputs and x.shape[1] not in (H, T):
+                    largest = max(largest, x.numel() * x.itemsize)
+            exponentials += func is torch.ops.aten.exp.out
+            return out
+
+    with Watch():
+        ours = token_outputs(hidden, weight, labels, shard, temperature=1.0, chunk=4, entropy=True)
+        of_forward = exponentials
+        assert ours.entropy_T is not None
+        (ours.logprobs_T + (ours.entropy_T if of_entropy else 0)).sum().backward()
+    assert 0 < largest <= 4 * 4 * 5
+    assert (exponentials > of_forward) == of_entropy
+
+
+def test_shards_stand_for_the_real_tokens_only() -> None:
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    assert (shard.start, shard.size) == (0, VOCAB)

@@ -1,0 +1,45 @@
+"""Packing rows into a micro-batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.layout import Axis
+from megarl.models.registry import padded_vocab
+from megarl.trainer.microbatch import pack
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
+from actor_cases import random_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("rows", [(), (2,), (3, 0, 2)])
+def test_rows_then_one_dummy_row(rows: tuple[int, ...], multiple: int) -> None:
+    batch = random_batch(num_rows=4)
+    micro = pack(batch, rows, tensor=multiple, context=Axis(1), device=CPU)
+    spans = [slice(*batch.cu_seqlens[row : row + 2].tolist()) for row in rows]
+    real = torch.cat([batch.tokens[span] for span in spans] or [batch.tokens[:0]])
+    total = micro.tokens.numel()
+    assert total % multiple == 0 and 0 < total < real.numel() + multiple + (not rows)
+    assert torch.equal(micro.tokens[0, : real.numel()], real)
+    assert torch.equal(batch.tokens[micro.index], real)
+    lengths = [span.stop - span.start for span in spans]
+    assert micro.cu_seqlens.diff().tolist() == lengths
+    dummy = [total - real.numel()] if total > real.numel() else []
+    assert micro.packed.cu_seqlens_q.diff().tolist() == lengths + dummy
+    assert micro.positions[0].tolist() == [at for length in lengths + dummy for at in range(length)]
+    assert torch.equal(micro.labels, batch.labels[micro.index][batch.mask[micro.index]])
+    assert micro.chosen.numel() == micro.mask.sum() and micro.mask.numel() == real.numel()
+
+
+def test_padded_vocab() -> None:
+    for tensor in (1, 2, 4, 8):
+        rows = padded_vocab(67, tensor)
+        assert rows >= 67 and rows % (8 * tensor) == 0
+    assert padded_vocab(64, 2) == 64
