@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.checkpoint.slots import Slot
 from megarl.models.shards import ShardSlice
-from megarl.weights.checksum import placed
+from megarl.weights.checksum import positional_checksum
 
 __all__ = ["ConversionMap", "Group", "Span"]
 
@@ -149,9 +149,9 @@ class ConversionMap:
         """Of elements [at, at + n) of HF tensor `name`, which are whole rows of it."""
         shape = self.shapes[name]
         if len(shape) < 2:
-            return int(placed(flat, (at,)))
+            return int(positional_checksum(flat, (at,)))
         assert at % shape[-1] == flat.numel() % shape[-1] == 0, f"{name} is cut within a row at {at}"
-        return int(placed(flat.view(-1, shape[-1]), (at // shape[-1], 0)))
+        return int(positional_checksum(flat.view(-1, shape[-1]), (at // shape[-1], 0)))
 
 
 def _span(box: ShardSlice, shape: tuple[int, ...]) -> Span:

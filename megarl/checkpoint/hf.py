@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.checksum import placed, write
+from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.plan import Boxes, Message
 from megarl.weights.publish import Publisher
 from megarl.weights.transports import Transport
@@ -128,7 +128,7 @@ class _File:
         self._loaded = {}
 
     def places(self) -> Tensor:
-        sums = [placed(tensor, (0,) * tensor.dim()) for tensor in self._words.values()]
+        sums = [positional_checksum(tensor, (0,) * tensor.dim()) for tensor in self._words.values()]
         return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class _File:
         for piece in message.pieces:
             view = piece.destination
             here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
-            wrong += write(flat[at : at + piece.numel].view(piece.shape), here)
+            wrong += copy_and_verify(flat[at : at + piece.numel].view(piece.shape), here)
             self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
             at += piece.numel
         return wrong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.registry import blocks
+from megarl.models import blocks
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 

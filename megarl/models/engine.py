@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import blocks, gpt_oss, mixtral
+from megarl.models import blocks, gpt_oss, mixtral
 from megarl.models.shape import ModelShape
 from megarl.models.shards import (
     InterleavedGateUp,

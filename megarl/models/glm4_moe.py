@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.models.registry import blocks, deepseek_v3
+from megarl.models import blocks, deepseek_v3
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.layout import Layout
+from megarl.models import deepseek_v3, dense, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from megarl.models.headers import header_shapes
-from megarl.models.registry import deepseek_v3, dense, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from megarl.models.shape import FAMILIES, ModelShape
 from megarl.models.shards import ShardSlice, Style, Table, shapes_of, slices_of
 

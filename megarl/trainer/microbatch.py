@@ -1,7 +1,7 @@
 """Rows of a batch end to end, as one input of the model; under context parallelism, this rank's chunks of them.
 
-Each row is padded to what context parallelism splits (trainer/context_parallel.py), and behind them stands one dummy row, up to
-what sequence parallelism divides. M real positions, P >= M with all padding, Q = P / C of them on each of C context
+Each row is padded to what context parallelism splits (context_parallel.py), and one dummy row follows, up to what
+sequence parallelism divides. M real positions, P >= M with all padding, Q = P / C of them on each of C context
 ranks, S of the Q with a label to learn (mask True).
 """
 

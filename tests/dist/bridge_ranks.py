@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import random_batch
-from actor_ranks import Bench, config_of, join, measure, run_checks, score, train_once
 from family_ranks import in_bf16, round_trip
+from trainer_cases import random_batch
+from trainer_ranks import Bench, config_of, join, measure, run_checks, score, train_once
 
 from megarl.launch.checks import probe_tokens, score_rows
 from megarl.models.registry import fp32_tensors, hf_shapes

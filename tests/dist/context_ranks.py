@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import load_model, oracle_logprobs, random_batch, save_model
-from actor_ranks import run_checks
 from torch import Tensor
+from trainer_cases import load_model, oracle_logprobs, random_batch, save_model
+from trainer_ranks import run_checks
 
 from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.schema import Config

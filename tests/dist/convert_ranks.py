@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import ask, load_model, random_batch
-from actor_ranks import config_of, fingerprints, join, score
 from megatron.core import dist_checkpointing
+from trainer_cases import ask, load_model, random_batch
+from trainer_ranks import config_of, fingerprints, join, score
 
 WORLD = 4
 LAYOUTS = {"qwen3_moe": {"tensor": 2, "expert": 2}}

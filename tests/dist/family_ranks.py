@@ -15,9 +15,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import save_model
-from actor_ranks import Bench, config_of, join, measure
 from safetensors.torch import load_file, save_file
+from trainer_cases import save_model
+from trainer_ranks import Bench, config_of, join, measure
 
 from megarl.checkpoint.hf import export_hf
 from megarl.models.registry import fp32_tensors, hf_shapes

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from actor_cases import random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_cases import random_batch
 
 from megarl.algorithms.objective import supervised
 from megarl.config.schema import Config, Create

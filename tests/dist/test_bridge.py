@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_actor import each
+from test_trainer import each
 
 from megarl.platform.env import is_installed
 
@@ -86,7 +86,7 @@ def test_families_that_a_cpu_cannot_build_are_refused(found: dict[str, Any]) -> 
 @needs_vllm
 def test_the_whole_loop(tmp_path: Path) -> None:
     sys.path.insert(0, str(HERE))
-    from actor_cases import save_model
+    from trainer_cases import save_model
 
     model, run = save_model("mistral", tmp_path), tmp_path / "loop"
     command = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from actor_cases import save_model
 from safetensors.torch import load_file, save_file
+from trainer_cases import save_model
 
 from megarl.launch.convert import run_convert
 from megarl.layout import Parallel

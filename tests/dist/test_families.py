@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_actor import each
+from test_trainer import each
 
 pytestmark = pytest.mark.long
 PROGRAM = Path(__file__).with_name("family_ranks.py")

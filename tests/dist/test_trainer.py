@@ -17,7 +17,10 @@ HERE = Path(__file__).parent
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("actor") / "results.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "actor_ranks.py", results], capture_output=True, text=True, timeout=550
+        [sys.executable, "-W", "ignore", HERE / "trainer_ranks.py", results],
+        capture_output=True,
+        text=True,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(results.read_text())

@@ -7,8 +7,8 @@ The checks that are worth having, each traced to a bug of another system, and wh
  3 names expected are names loaded                 dist/test_sync.py test_faults ("missing tensor"), test_plan.py
  4 tied embeddings over the pipeline               dist/test_sync.py (qwen3, pp2), test_convert.py (qwen3)
  5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/weights/test_mapping.py
- 6 grad norm with context parallelism, empty ranks dist/test_context.py, dist/test_actor.py
- 7 one batch in every layout                       dist/test_actor.py
+ 6 grad norm with context parallelism, empty ranks dist/test_context.py, dist/test_trainer.py
+ 7 one batch in every layout                       dist/test_trainer.py
  8 temperature, top-p                              dist/test_sync.py (0.7 and greedy), unit/config/test_validate.py
  9 saved twice, resumed                            e2e/test_resume.py
 10 HF -> Megatron -> HF bit for bit                unit/checkpoint/test_convert.py, dist/test_convert.py

@@ -1,6 +1,6 @@
 """One job of four gloo ranks that builds many actors one after another; rank 0 writes what they found as JSON.
 
-python actor_ranks.py RESULTS.json      (starting is what costs, so all of test_actor.py shares one launch)
+python trainer_ranks.py RESULTS.json      (starting is what costs, so all of test_trainer.py shares one launch)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actor_cases import Oracle, ask, load_model, random_batch, save_model
+from trainer_cases import Oracle, ask, load_model, random_batch, save_model
 
 from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.schema import Config, Model

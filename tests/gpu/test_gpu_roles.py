@@ -22,7 +22,7 @@ from megarl.trainer.trainer import Actor
 from megarl.types import CheckFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from actor_cases import load_model, oracle_logprobs, random_batch, save_model
+from trainer_cases import load_model, oracle_logprobs, random_batch, save_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
-from actor_cases import random_batch
+from trainer_cases import random_batch
 
 from megarl.algorithms.objective import supervised
 from megarl.checkpoint import files

@@ -13,7 +13,7 @@ from megarl.models.registry import padded_vocab
 from megarl.trainer.microbatch import pack
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
-from actor_cases import random_batch
+from trainer_cases import random_batch
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from megarl.trainer.microbatch import extended, pack
 from megarl.trainer.moe import RouterRows, balance, mean_square_lse, scores_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
-from actor_cases import random_batch
+from trainer_cases import random_batch
 
 CPU, EXPERTS, TOPK = torch.device("cpu"), 6, 2
 BATCH = random_batch(num_rows=5)

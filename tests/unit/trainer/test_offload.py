@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 import memory_peaks
-from actor_cases import random_batch
 from memory_peaks import SETTINGS
+from trainer_cases import random_batch
 
 from megarl.algorithms.objective import supervised
 from megarl.config.schema import Config, Create

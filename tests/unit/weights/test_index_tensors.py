@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.layout import Axis
 from megarl.models.headers import header_shapes
-from megarl.models.shards import Cols, Qkv, Replicated, Rows, Rule, ShardSlice, Stack, Transposed
+from megarl.models.shards import Qkv, Replicated, Rule, ShardDim0, ShardDim1, ShardSlice, Stack, Transposed
 from megarl.weights.index_tensors import IndexTensors, slices_from_indices
 
 SIZES = {
@@ -50,8 +50,8 @@ def by_boxes(boxes: list[ShardSlice], numel: int) -> Callable[[IndexTensors], Te
     ("rule", "numel"),
     [
         (Replicated("norm", "param", (6,)), 6),
-        (Rows("vocab", "param", (7, 3), padded=8), 12),  # 3 of 4 rows of this rank
-        (Cols("o", "param", (6, 8)), 24),
+        (ShardDim0("vocab", "param", (7, 3), padded=8), 12),  # 3 of 4 rows of this rank
+        (ShardDim1("o", "param", (6, 8)), 24),
         (Stack(("gate", "up"), "param", (10, 10), (6,)), 60),
         (Qkv(("q", "k", "v"), "param", heads=4, kv_heads=2, head_dim=2, rest=(6,)), 48),
         (Transposed("o", "param", 6, 8), 24),
