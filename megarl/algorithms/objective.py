@@ -46,7 +46,7 @@ def add_advantages(
     The state that comes back is the next batch's: this one is weighed with the coefficient that came in.
     """
     kl = algorithm.kl
-    old_T = _engines_logprobs(batch, logprobs.old) if algorithm.bypass else logprobs.old
+    old_T = _engines_logprobs(batch, logprobs.old) if algorithm.use_rollout_logprobs else logprobs.old
     rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
     rewards_T = _with_outcomes(batch, rewards_N)
     kl_coef = state.kl_coef
@@ -130,11 +130,11 @@ def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
 def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
     """The KL term of the loss, before its coefficient.
 
-    With `is_ratio`, times pi / pi_old, as the samples are the old policy's. The ratio carries gradient for the
+    With `importance_weighted`, times pi / pi_old, as the samples are the old policy's. The ratio carries gradient for the
     estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
     """
     kl_T = _kl(new_T, ref_T, term)
-    if not term.is_ratio:
+    if not term.importance_weighted:
         return kl_T
     ratio_T = (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
@@ -163,7 +163,7 @@ def select_tokens(
     chosen_N = torch.zeros(batch.num_rows, dtype=torch.bool)
     chosen_N[list(rows)] = True
     mask_T = batch.mask & chosen_N.repeat_interleave(batch.cu_seqlens.diff())
-    options = dict(algorithm.select_options)
+    options = dict(algorithm.token_selection_options)
     if algorithm.loss == "clip_cov":
         options |= {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     generator = torch.Generator().manual_seed(seed)

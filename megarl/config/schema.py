@@ -83,7 +83,9 @@ class KlTerm(Section):
     target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # the coefficient follows; None: fixed
     horizon: PositiveInt = 10000  # samples over which it follows
     value_clamp: float | None = Field(default=None, gt=0)  # of the estimator's value; 10 is what several trainers do
-    is_ratio: bool = False  # in the loss, weigh by pi / pi_old with its gradient (DeepSeek-V3.2, arXiv 2512.02556)
+    importance_weighted: bool = (
+        False  # in the loss, weigh by pi / pi_old with its gradient (DeepSeek-V3.2, arXiv 2512.02556)
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -108,7 +110,9 @@ class Algorithm(Section):
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     loss: str = "ppo_clip"
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    select_options: dict[str, Any] = Field(default_factory=dict)  # which tokens clip_cov and kl_cov treat apart
+    token_selection_options: dict[str, Any] = Field(
+        default_factory=dict
+    )  # which tokens clip_cov and kl_cov treat apart
     clip_low: float | None = Field(default=None, ge=0)  # bounds of the loss; not given: the loss's own
     clip_high: float | None = Field(default=None, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
@@ -116,7 +120,9 @@ class Algorithm(Section):
     kl: KlTerm = KlTerm()
     correction: str = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
-    bypass: bool = False  # the engine's log-probs are the old ones, so the loss's ratio holds the whole gap
+    use_rollout_logprobs: bool = (
+        False  # the engine's log-probs are the old ones, so the loss's ratio holds the whole gap
+    )
     entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
     filter_zero_std: bool = False  # groups of equal rewards give way to fresh prompts (DAPO's dynamic sampling)
     max_refills: int = Field(default=4, ge=0)  # rounds of fresh prompts a step; then it goes on with what there is
@@ -170,7 +176,9 @@ class Rollout(Section):
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     cpu_kv_cache_gb: float = Field(default=1.0, gt=0)
     enforce_eager: bool | None = None  # None: True on CPU
-    sleep: Literal[0, 1, 2] = 0  # while training the engine's cache is freed, and its weights go to the host (1) or (2)
+    sleep_level: Literal[0, 1, 2] = (
+        0  # while training the engine's cache is freed, and its weights go to the host (1) or (2)
+    )
 
 
 class Train(Section):
@@ -191,7 +199,7 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward pass
     recompute_modules: tuple[str, ...] = ("core_attn",)  # of selective: Megatron-Core's names, as mlp, moe, layernorm
     offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # off the device while nothing trains
-    optimizer_on_host: bool = False  # Adam runs on the CPU beside the GPU (Megatron-Core's hybrid optimizer)
+    optimizer_cpu_offload: bool = False  # Adam runs on the CPU beside the GPU (Megatron-Core's hybrid optimizer)
 
 
 class Precision(Section):
@@ -206,7 +214,7 @@ class Sync(Section):
     # what a rank receives waits in memory of its own (the device's if it has the room, else the host's) until all ranks
     # agree that all of it came as it was sent: so a torn sync leaves the engine its weights. False: no such memory, and
     # after a torn sync the engine refuses prompts
-    staged: bool = True
+    atomic: bool = True
 
 
 class Checkpoint(Section):
@@ -214,7 +222,9 @@ class Checkpoint(Section):
     keep: PositiveInt = 3
     asynchronous: bool = True  # written while the run goes on; the state is copied to host memory first
     resume: str = "auto"  # auto | never | a checkpoint's folder
-    hf: bool = False  # also export a Hugging Face model at the end
+    export_hf: Literal["never", "end"] | PositiveInt = (
+        "never"  # also export a Hugging Face model: at the end, or every N steps
+    )
 
 
 class Launch(Section):

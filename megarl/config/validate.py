@@ -170,7 +170,7 @@ def _check_algorithm(config: Config) -> None:
         if isinstance(known, Mapping):
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
     _check_options(
-        "algorithm.select", f"loss={algorithm.loss}", algorithm.select_options, SELECT.get(algorithm.loss, ())
+        "algorithm.select", f"loss={algorithm.loss}", algorithm.token_selection_options, SELECT.get(algorithm.loss, ())
     )
     if config.stage != "rl":
         return
@@ -210,9 +210,9 @@ def _check_bounds(algorithm: Algorithm) -> None:
 def _check_objective(config: Config) -> None:
     """Settings that contradict one another."""
     algorithm, kl = config.algorithm, config.algorithm.kl
-    if algorithm.bypass and algorithm.correction != "none":
+    if algorithm.use_rollout_logprobs and algorithm.correction != "none":
         raise ValueError(
-            f"algorithm.bypass=true puts the gap between engine and trainer into the loss's ratio, and correction="
+            f"algorithm.use_rollout_logprobs=true puts the gap between engine and trainer into the loss's ratio, and correction="
             f"{algorithm.correction} would count it again; set algorithm.correction=none"
         )
     uneven = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
@@ -228,9 +228,11 @@ def _check_objective(config: Config) -> None:
         )
     if kl.target is not None and kl.coef == 0:
         raise ValueError(f"algorithm.kl.target={kl.target} adapts a coefficient of 0, which stays 0; give kl.coef")
-    if kl.is_ratio and kl.where == "reward":
-        raise ValueError("algorithm.kl.is_ratio=true is about KL in the loss; set it to false, or kl.where=loss")
-    if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.is_ratio:
+    if kl.importance_weighted and kl.where == "reward":
+        raise ValueError(
+            "algorithm.kl.importance_weighted=true is about KL in the loss; set it to false, or kl.where=loss"
+        )
+    if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted:
         raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
     if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
         raise ValueError(f"algorithm.reward_clip={list(algorithm.reward_clip)} must rise, as [-5, 5]")
@@ -277,8 +279,10 @@ def _check_train(config: Config, gpus: int) -> None:
             f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
             "and the samples of a prompt stay together; lower it"
         )
-    if train.optimizer_on_host and not gpus:
-        raise ValueError("train.optimizer_on_host=true needs a GPU: on a CPU the optimizer is on the host; remove it")
+    if train.optimizer_cpu_offload and not gpus:
+        raise ValueError(
+            "train.optimizer_cpu_offload=true needs a GPU: on a CPU the optimizer is on the host; remove it"
+        )
     if train.min_lr > train.lr:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):

@@ -185,7 +185,7 @@ class Builder:
             fp32=fp32_tensors(self.shape),
             table=None if self.shape.bridge else engine_slices(self.shape, place),
             ranks_per_node=self.env.local_world_size,
-            is_staged=config.sync.staged,
+            is_staged=config.sync.atomic,
         )
 
     @contextmanager
@@ -218,7 +218,7 @@ class Builder:
 
     def export(self, actor: Actor) -> None:
         """The trained weights as runs/<name>/hf, when asked for."""
-        if not self.config.checkpoint.hf:
+        if self.config.checkpoint.export_hf == "never":
             return
         export_hf(
             run_dir(self.config) / "hf",

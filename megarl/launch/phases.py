@@ -5,7 +5,7 @@
     rollout | the engine asleep; the trainer's weights back
 
 So the optimizer and the engine's cache are never on the device together. What rests and sleeps is the config's choice
-(train.offload, rollout.sleep); by default, and between CPU neighbours, all stays where it is.
+(train.offload, rollout.sleep_level); by default, and between CPU neighbours, all stays where it is.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Cost:
     busiest_link_over_mean: float
     largest_message_bytes: int
     peak_extra_bytes: int  # buckets and open layers
-    staged_bytes: int  # beside them where sync.staged, on the device or the host: all that a GPU receives
+    staged_bytes: int  # beside them where sync.atomic, on the device or the host: all that a GPU receives
 
 
 def cost(flows: Flows, links: Links, model_bytes: int) -> Cost:

@@ -54,7 +54,7 @@ def plan_weights(config: Config, *, gpu: str = "h100", bucket_bytes: int = BUCKE
         "trainer": {"gpus": fleet.trainers, "layout": str(fleet.source(0))},
         "engine": {"replicas": fleet.replicas, "tensor": fleet.tensor, "expert": fleet.expert},
         "plan_seconds": round(time.perf_counter() - began, 3),
-        **_figures(found) | ({} if config.sync.staged else {"staged_bytes": 0}),
+        **_figures(found) | ({} if config.sync.atomic else {"staged_bytes": 0}),
         "predicted_over_floor": found.predicted_seconds / found.floor_seconds,
         "bucket_bytes": bucket_bytes,
         **_by_rank(flows, found),

@@ -65,7 +65,7 @@ class EngineSpec:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,
             enforce_eager=rollout.enforce_eager,
-            sleep=rollout.sleep,
+            sleep=rollout.sleep_level,
         )
 
 

@@ -102,7 +102,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> 
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
-        **(_ON_HOST if train.optimizer_on_host else {}),
+        **(_ON_HOST if train.optimizer_cpu_offload else {}),
     )
     return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 

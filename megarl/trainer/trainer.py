@@ -171,7 +171,7 @@ class Actor:
         """[T] bool, chosen by the policy's log-probs now: those at hand before the first update are as good."""
         algorithm = self.config.algorithm
         logprobs = batch.old_logprobs
-        if algorithm.loss in SELECT and (index or algorithm.bypass):
+        if algorithm.loss in SELECT and (index or algorithm.use_rollout_logprobs):
             logprobs = self._score(batch, self.microbatches(batch))
         rows = [row for rank in ranks for chosen in rank for row in chosen]
         seed = self.config.run.seed + 1000 * self.scheduler.step + index

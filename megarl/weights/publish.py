@@ -222,7 +222,7 @@ class Publisher:
             return None
         return (
             f"what {self._node_ranks} ranks of a node receive is staged in {needed / 1e9:.1f} GB of host memory, of "
-            f"which {free / 1e9:.1f} GB are free; give the node more, or set sync.staged=false"
+            f"which {free / 1e9:.1f} GB are free; give the node more, or set sync.atomic=false"
         )
 
     def _stage(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:

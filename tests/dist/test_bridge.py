@@ -92,7 +92,7 @@ def test_the_whole_loop(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "megarl.cli", "train", ROOT / "configs" / "tiny_dense.yaml", f"model.path={model}"),
         *(f"run.dir={tmp_path}", "run.name=loop", "train.steps=2", "train.prompts_per_step=4"),
-        *("rollout.samples_per_prompt=4", "parallel.tensor=2", "checkpoint.hf=true"),
+        *("rollout.samples_per_prompt=4", "parallel.tensor=2", "checkpoint.export_hf=end"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]

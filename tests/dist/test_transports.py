@@ -125,7 +125,7 @@ def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
 def test_staging_without_the_memory_for_it_is_refused_with_the_remedy(ranks):
     for seen in ranks:
         assert "rank 1: what 4 ranks of a node receive is staged in" in seen["no room"], seen["no room"]
-        assert "sync.staged=false" in seen["no room"] and seen["after no room"] == 1
+        assert "sync.atomic=false" in seen["no room"] and seen["after no room"] == 1
 
 
 def test_a_dead_rank_is_named(ranks):

@@ -266,7 +266,7 @@ def check_selection(bench: Bench) -> dict[str, Any]:
     found = {}
     for loss, options in (("kl_cov", {"share": 0.2}), ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9})):
         for parallel in ({}, {"tensor": 2, "pipeline": 2}):
-            rules = {"loss": loss, "select_options": options}
+            rules = {"loss": loss, "token_selection_options": options}
             actor = bench.actor("qwen3", config_of(parallel, rules, updates_per_step=2))
             updates = train_once(actor, score(actor, random_batch(num_rows=8))).updates
             found[f"{loss} {parallel}"] = [[update.loss, update.grad_norm] for update in updates]

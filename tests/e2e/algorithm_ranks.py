@@ -34,14 +34,14 @@ LEARNING = {
 }
 ADAPTIVE = "algorithm.kl={where: %s, coef: 0.1, target: 1e-5, horizon: 128}"
 OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo where none is named
-    "clip_cov": ["algorithm.loss=clip_cov", "algorithm.select_options={share: 0.1, low: -100, high: 100}"],
-    "kl_cov": ["algorithm.loss=kl_cov", "algorithm.select_options={share: 0.1}"],
-    "clip_cov_no_share": ["algorithm.loss=clip_cov", "algorithm.select_options={low: 100, high: 200}"],
+    "clip_cov": ["algorithm.loss=clip_cov", "algorithm.token_selection_options={share: 0.1, low: -100, high: 100}"],
+    "kl_cov": ["algorithm.loss=kl_cov", "algorithm.token_selection_options={share: 0.1}"],
+    "clip_cov_no_share": ["algorithm.loss=clip_cov", "algorithm.token_selection_options={low: 100, high: 200}"],
     "gmpo": ["algorithm.loss=gmpo"],
     "sapo": ["algorithm.loss=sapo"],
     "gpg": ["algorithm.advantage=gpg", "algorithm.loss=gpg"],
     "opo": ["algorithm.advantage=opo"],
-    "bypass": ["algorithm.bypass=true", "algorithm.correction=none"],
+    "bypass": ["algorithm.use_rollout_logprobs=true", "algorithm.correction=none"],
     "opsm": ["algorithm.correction=opsm", "algorithm.correction_options={delta: 0.0}"],
     "entropy": ["algorithm.entropy_coef=1.0"],
     "normalised": [

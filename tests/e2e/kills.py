@@ -23,7 +23,7 @@ START_S, RUNNING_S = 25.0, 5.0  # a kill comes within START_S of the start, or w
 
 
 def command(folder: Path, name: str, config: str, overrides: list[str]) -> list[str]:
-    values = [f"run.dir={folder}", f"run.name={name}", "checkpoint.hf=true", *overrides]
+    values = [f"run.dir={folder}", f"run.name={name}", "checkpoint.export_hf=end", *overrides]
     return [sys.executable, "-m", "megarl.cli", "train", config, *values]
 
 

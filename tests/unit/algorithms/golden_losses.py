@@ -272,12 +272,12 @@ def kl(case: Case, peer: str, form: str, name: str) -> Outputs:
 
 @rule(r"slime\.kl\.unbiased_k3")
 def unbiased_kl(case: Case) -> Outputs:
-    """k3 times the ratio, both with gradient: what `kl.is_ratio` does."""
+    """k3 times the ratio, both with gradient: what `kl.importance_weighted` does."""
     logprobs_T = case.flat("log_prob").requires_grad_()
     new_T, old_T, ref_T = (
         torch.where(case.mask, x, 0) for x in (logprobs_T, *map(case.flat, ("old_log_prob", "ref_log_prob")))
     )
-    value_T = _kl_loss(new_T, old_T, ref_T, KlTerm(estimator="k3", coef=1.0, is_ratio=True))
+    value_T = _kl_loss(new_T, old_T, ref_T, KlTerm(estimator="k3", coef=1.0, importance_weighted=True))
     value_T.sum().backward()
     return {"kl": value_T.detach(), "grad_logprob": logprobs_T.grad}
 

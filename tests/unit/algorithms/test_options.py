@@ -82,7 +82,7 @@ def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
     spoilt = batch.rollout_logprobs.clone()
     spoilt[last_trained(batch)[0]] = float("nan")  # the trainer's own stand in
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
-    rules = algorithm(bypass=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
+    rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
     scored, _ = add_advantages(batch, logprobs, rules, initial_state(rules))
     taken = torch.where(batch.rollout_logprobs.isnan(), logprobs.old, batch.rollout_logprobs)
     torch.testing.assert_close(scored.old_logprobs[batch.mask], taken[batch.mask], rtol=0, atol=0)
@@ -153,7 +153,7 @@ def test_a_batch_without_a_token_leaves_the_state():
 def test_off_policy_kl_has_the_gradient_of_the_ratio_times_delta(estimator, slope):
     """The gradient of KL(pi || ref) under the old policy's samples; k1's 1 vanishes in the mean."""
     batch = make_batch()
-    rules = algorithm(loss_options={}, kl={"estimator": estimator, "coef": 1.0, "is_ratio": True})
+    rules = algorithm(loss_options={}, kl={"estimator": estimator, "coef": 1.0, "importance_weighted": True})
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
     new = (scored.old_logprobs + 0.3).requires_grad_()
@@ -166,7 +166,9 @@ def test_off_policy_kl_has_the_gradient_of_the_ratio_times_delta(estimator, slop
 @pytest.mark.parametrize("estimator", KL)
 def test_the_value_clamp_bounds_every_estimator(estimator):
     batch = make_batch()
-    rules = algorithm(kl={"estimator": estimator, "coef": 1.0, "value_clamp": 0.01, "is_ratio": estimator == "k1"})
+    rules = algorithm(
+        kl={"estimator": estimator, "coef": 1.0, "value_clamp": 0.01, "importance_weighted": estimator == "k1"}
+    )
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
     new = scored.old_logprobs.clone().requires_grad_()
@@ -184,7 +186,7 @@ def test_the_value_clamp_bounds_every_estimator(estimator):
 def test_tokens_are_selected_among_those_of_the_update(loss):
     batch = make_batch()
     options = {"share": 0.1} | ({"low": -100.0, "high": 100.0} if loss == "clip_cov" else {})
-    rules = algorithm(loss=loss, select_options=options, advantage="rloo")
+    rules = algorithm(loss=loss, token_selection_options=options, advantage="rloo")
     scored = scored_by(batch, rules)
     rows = range(8, 16)  # the second update
     chosen = select_tokens(scored, scored.old_logprobs, rows, rules, seed=3)

@@ -11,8 +11,9 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.layout import Layout, Parallel
+from megarl.models import engine
 from megarl.models.engine import engine_layout, engine_slices
-from megarl.models import engine, hf_shapes, megatron_slices
+from megarl.models.registry import hf_shapes, megatron_slices
 from megarl.models.shape import Latent, ModelShape, Router
 from megarl.models.shards import Rows, ShardSlice
 from megarl.planner.cost import LINKS, cost
