@@ -130,8 +130,8 @@ def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
 def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
     """The KL term of the loss, before its coefficient.
 
-    With `importance_weighted`, times pi / pi_old, as the samples are the old policy's. The ratio carries gradient for the
-    estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
+    With `importance_weighted`, times pi / pi_old, as the samples are the old policy's. The ratio carries gradient for
+    the estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
     """
     kl_T = _kl(new_T, ref_T, term)
     if not term.importance_weighted:

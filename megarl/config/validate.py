@@ -212,8 +212,8 @@ def _check_objective(config: Config) -> None:
     algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.use_rollout_logprobs and algorithm.correction != "none":
         raise ValueError(
-            f"algorithm.use_rollout_logprobs=true puts the gap between engine and trainer into the loss's ratio, and correction="
-            f"{algorithm.correction} would count it again; set algorithm.correction=none"
+            "algorithm.use_rollout_logprobs=true puts the gap between engine and trainer into the loss's ratio, and "
+            f"correction={algorithm.correction} would count it again; set algorithm.correction=none"
         )
     uneven = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
     if algorithm.loss == "gspo" and algorithm.advantage in TOKEN_ADVANTAGES and uneven:

@@ -75,11 +75,11 @@ def check(config: Config, env: Env) -> None:
     """On one rank."""
     from megarl.data.supervised import Examples
     from megarl.debug.layout_check import check_layouts, compare, rows_of
-    from megarl.launch import build
+    from megarl.launch.build import world
     from megarl.trainer.trainer import Actor
 
     folder = run_dir(config)
-    with build.world(config, env) as parts:
+    with world(config, env) as parts:
         prompts = parts.prompts().take(ROWS)
         batch = (
             Examples(parts.tokenizer)(prompts)
