@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megarl.layout import Layout
-from megarl.models import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megarl.models.bridge import read_untabled
 from megarl.models.config_json import ConfigReader
 from megarl.models.family import Family
