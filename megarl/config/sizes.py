@@ -74,7 +74,7 @@ def _check_stages(shape: ModelShape, pipeline: int, virtual: int) -> None:
 def _check_router(shape: ModelShape) -> None:
     """Routers that Hugging Face's config can ask for and Megatron-Core's router is not."""
     router, chosen = shape.router, shape.experts_per_token
-    if router.scores == "sigmoid" and not router.renormalise and chosen > 1:
+    if router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1:
         raise ValueError("norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; set it to true")
     if router.groups > 1 and chosen != 2 * router.groups_per_token:
         raise ValueError(
@@ -101,10 +101,11 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
             engine = config.rollout.tensor
             _divides_by_32(f"moe_intermediate / {engine}", shape.moe_intermediate // engine)
     if shape.latent is not None:
-        if (shape.latent.kv_rank, shape.latent.rope) != CPU_LATENT:
+        sizes = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
+        if sizes != CPU_LATENT:
             raise ValueError(
-                f"kv_lora_rank={shape.latent.kv_rank}, qk_rope_head_dim={shape.latent.rope}, and vLLM's latent "
-                f"attention on CPU takes {CPU_LATENT[0]} and {CPU_LATENT[1]} only; choose these, or run on a GPU"
+                f"kv_lora_rank={sizes[0]}, qk_rope_head_dim={sizes[1]}, and vLLM's latent attention on CPU takes "
+                f"{CPU_LATENT[0]} and {CPU_LATENT[1]} only; choose these, or run on a GPU"
             )
     elif shape.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(

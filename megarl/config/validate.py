@@ -29,7 +29,8 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
-from megarl.models.shape import ModelShape, parse_model, read_model
+from megarl.models.registry import parse_model, read_model
+from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
 __all__ = ["Job", "check_config", "model_shape"]
@@ -133,7 +134,7 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
                 f"moe.{key}={value}, but {shape.family} has no table, so its routers are Megatron-Bridge's, which are "
                 "asked for nothing; set it to 0"
             )
-    if moe.bias_update_rate and not shape.router.corrected:
+    if moe.bias_update_rate and not shape.router.expert_bias:
         raise ValueError(
             f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to move; "
             "set it to 0 and give moe.aux_loss a coefficient"

@@ -26,8 +26,7 @@ from benchmarks.sync import held as held_boxes
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import parse_model
+from megarl.models.registry import hf_shapes, parse_model
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.publish import Publisher

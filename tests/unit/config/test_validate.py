@@ -19,7 +19,7 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Config, Create
 from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
-from megarl.models.shape import parse_model, read_model
+from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
 
 ALONE = Env()

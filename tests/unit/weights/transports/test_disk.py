@@ -12,8 +12,7 @@ from benchmarks.sync import Memory, held, room_for, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import parse_model
+from megarl.models.registry import hf_shapes, parse_model
 from megarl.types import CheckFailed
 from megarl.weights.publish import Publisher
 from megarl.weights.transports.disk import Disk
