@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Reward
-from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.rewards.scorer import Scorer, WeightedReward, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
 
@@ -147,7 +147,7 @@ def test_each_cause_is_logged_once(caplog):
 
 
 def test_limits_hold_on_another_thread_too():
-    """Where no signal arrives; megarl.rewards.limits has the ways."""
+    """Where no signal arrives; megarl.rewards.time_limit has the ways."""
     over, done = threading.Event(), []
     for function in (lambda response: 1.0, lambda response: over.wait(5)):
         scorer = scorer_of(function, timeout_s=0.3)
@@ -215,7 +215,8 @@ class Hangs:
 
 def test_a_part_that_hangs_is_left_and_named(served, caplog):
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(*scorer.parts, replace(scorer.parts[0], name="stuck", part=Hangs(served.over))))
+    stuck = WeightedReward("stuck", 1.0, Hangs(served.over))
+    scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 5
@@ -230,7 +231,7 @@ class Breaks(Hangs):
 
 def test_a_part_that_raises_does_not_end_the_run():
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(replace(scorer.parts[0], name="broken", part=Breaks(None)),))
+    scorer = replace(scorer, rewards=(WeightedReward("broken", 1.0, Breaks(None)),))
     assert score_one(scorer).extra["dropped"] == "reward/broken/error"
 
 
