@@ -1,7 +1,7 @@
 """Resolves the rewards of a config by name and checks their options, before anything starts.
 
 accuracy, format         --> a function of rules.py
-code, judge, process     --> a BatchReward of the module of that name
+code, judge, process     --> the module of that name
 package.module:function  --> the user's function
 a URL                    --> a server (remote.py)
 """
@@ -48,7 +48,8 @@ def _make_reward(reward: Reward, decode: Decode, timeout_s: float) -> BatchRewar
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
-        return FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
+        score = FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
+        return BatchReward(name, reward.weight, score)
     near = get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}; or write package.module:function"
     raise ValueError(f"rewards: name={name!r} is unknown; {hint}")

@@ -21,9 +21,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.schema import Reward, Section
 from megarl.jail.sandbox import Limits, Run, missing_limits, run_calls, run_program
 from megarl.rewards.code_tests import CallTest, ProgramTest, read_tests
-from megarl.rewards.interface import Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
-__all__ = ["Code", "CodeOptions", "extract_code", "make_code"]
+__all__ = ["CodeOptions", "extract_code", "make_code"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class CodeOptions(Section):
     total_s: float = Field(default=600.0, gt=0)  # of all samples of a step together
 
 
-def make_code(reward: Reward) -> Code:
+def make_code(reward: Reward) -> BatchReward:
     """Raises ValueError if an option is wrong, or `sandbox` is strict and this machine cannot enforce a limit."""
     options = parse_options(CodeOptions, reward)
     missing = missing_limits()
@@ -60,7 +60,8 @@ def make_code(reward: Reward) -> Code:
         output_bytes=options.output_kb << 10,
         strict=options.sandbox == "strict",
     )
-    return Code(options, limits)
+    total_s = options.total_s + 30.0  # for programs that are running when the time is up
+    return BatchReward(reward.name, reward.weight, _Code(options, limits), total_s)
 
 
 def extract_code(response: str) -> str:
@@ -80,15 +81,9 @@ class _TestResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Code:
-    """interface.BatchReward."""
-
+class _Code:
     options: CodeOptions
     limits: Limits
-
-    @property
-    def total_s(self) -> float:
-        return self.options.total_s + 30.0  # for programs that are running when the time is up
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         deadline = time.monotonic() + self.options.total_s

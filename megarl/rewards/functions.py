@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_option
 from megarl.rewards.time_limit import call_with_time_limit
@@ -23,13 +23,12 @@ ARGUMENTS = frozenset(("prompt", "response", "answer", "tokens", "finish", "scor
 
 @dataclass(frozen=True, slots=True)
 class FunctionReward:
-    """interface.BatchReward."""
+    """Scores a batch on the calling thread, sample by sample."""
 
     function: Callable[..., Any]
     accepted: frozenset[str] | None  # names of the function's arguments; None: any keyword
     options: Mapping[str, Any]
     timeout_s: float  # of one call
-    total_s: ClassVar[None] = None
 
     @classmethod
     def of(

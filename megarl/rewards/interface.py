@@ -8,10 +8,11 @@ the policy is to blame (its code ran into the time limit, for example), and the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +30,8 @@ __all__ = [
     "unknown_option",
     "unwrap",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 Options = TypeVar("Options", bound=BaseModel)
 T = TypeVar("T")
@@ -73,17 +76,25 @@ class ScoreError(Exception):
         self.cause = cause
 
 
-class BatchReward(Protocol):
-    """One reward of a config: scores a batch in order and never raises.
+@dataclass(frozen=True, slots=True)
+class BatchReward:
+    """One reward of a config. Calling it scores a batch in order and never raises.
 
     `total_s` is the number of seconds after which the scorer stops waiting for it; it then runs on a thread of its
     own. None: it runs on the calling thread, and limits the time of each sample itself.
     """
 
-    @property
-    def total_s(self) -> float | None: ...
+    name: str
+    weight: float
+    score: Callable[[Sequence[ScoreRequest]], list[Score]]
+    total_s: float | None = None
 
-    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]: ...
+    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        try:
+            return self.score(requests)
+        except (Exception, SystemExit) as error:  # a defect of a reward must not end the run
+            log.exception("reward %s failed", self.name)
+            return [Score(None, "error", f"raised {type(error).__name__}: {error}")] * len(requests)
 
 
 def try_score(score: Callable[P, Score], *args: P.args, **kwargs: P.kwargs) -> Score:

@@ -14,17 +14,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.schema import Reward
-from megarl.rewards.interface import Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
+from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
-__all__ = ["Judge", "JudgeOptions", "make_judge", "parse_score"]
+__all__ = ["JudgeOptions", "make_judge", "parse_score"]
 
 TEMPLATE = """Grade the response to the task below.
 
@@ -73,65 +73,49 @@ class JudgeOptions(HttpOptions):
         return self
 
 
-def make_judge(reward: Reward) -> Judge:
+def make_judge(reward: Reward) -> BatchReward:
     """Raises ValueError if an option is wrong."""
     options = parse_options(JudgeOptions, reward)
     url = options.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-    return Judge(options, HttpClient.of(url, options, reward=reward.name))
+    client = HttpClient.of(url, options, reward=reward.name)
+
+    def score(requests: Sequence[ScoreRequest]) -> list[Score]:
+        answers = client.ask([_payload(request, options) for request in requests])
+        return [try_score(_score, answer, url, options) for answer in answers]
+
+    return BatchReward(reward.name, reward.weight, score, client.total_s)
 
 
-@dataclass(frozen=True)
-class Judge:
-    """interface.BatchReward."""
+def _payload(request: ScoreRequest, options: JudgeOptions) -> dict[str, Any]:
+    low, high = options.range
+    values = {**request.arguments(), "answer": request.answer or "", "low": low, "high": high}
+    # all in one pass, so that a placeholder inside the response is not filled in
+    text = re.sub(r"\{(prompt|response|answer|low|high)\}", lambda match: str(values[match[1]]), options.template)
+    messages = [{"role": "user", "content": text}]
+    return {"model": options.model, "messages": messages, "temperature": 0, "max_tokens": options.max_tokens}
 
-    options: JudgeOptions
-    client: HttpClient
 
-    @property
-    def total_s(self) -> float:
-        return self.client.total_s
-
-    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        answers = self.client.ask([self._payload(request) for request in requests])
-        return [try_score(self._score, answer) for answer in answers]
-
-    def _payload(self, request: ScoreRequest) -> dict[str, Any]:
-        options = self.options
-        low, high = options.range
-        values = {**request.arguments(), "answer": request.answer or "", "low": low, "high": high}
-        # all in one pass, so that a placeholder inside the response is not filled in
-        text = re.sub(r"\{(prompt|response|answer|low|high)\}", lambda m: str(values[m[1]]), options.template)
-        return {
-            "model": options.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0,
-            "max_tokens": options.max_tokens,
-        }
-
-    def _score(self, answer: Any) -> Score:
-        options, url = self.options, self.client.url
-        text = _completion_text(unwrap(answer), url)
-        try:
-            score = parse_score(text, options.parse, field=options.field, pattern=options.pattern)
-        except TimeLimitExceeded as error:
-            raise ScoreError("unparsed", f"pattern={options.pattern!r} {error}") from None
-        if score is None:
-            raise ScoreError("unparsed", f"the judge wrote {text[-80:]!r}, where parse={options.parse} finds no score")
-        low, high = options.range
-        value = finite_number(score, url)
-        if not low <= value <= high:
-            raise ScoreError("out_of_range", f"the judge gave {score}, not in range={[low, high]}")
-        return Score(value)
+def _score(answer: Any, url: str, options: JudgeOptions) -> Score:
+    text = _completion_text(unwrap(answer), url)
+    try:
+        score = parse_score(text, options.parse, field=options.field, pattern=options.pattern)
+    except TimeLimitExceeded as error:
+        raise ScoreError("unparsed", f"pattern={options.pattern!r} {error}") from None
+    if score is None:
+        raise ScoreError("unparsed", f"the judge wrote {text[-80:]!r}, where parse={options.parse} finds no score")
+    low, high = options.range
+    value = finite_number(score, url)
+    if not low <= value <= high:
+        raise ScoreError("out_of_range", f"the judge gave {score}, not in range={[low, high]}")
+    return Score(value)
 
 
 def _completion_text(answer: Any, url: str) -> str:
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (TypeError, KeyError, IndexError):
-        content = None
-    if not isinstance(content, str):
-        raise ScoreError("bad_answer", f"{url} answered {str(answer)[:80]!r}, not a chat completion with text")
-    return content
+    with suppress(TypeError, KeyError, IndexError):
+        text = answer["choices"][0]["message"]["content"]
+        if isinstance(text, str):
+            return text
+    raise ScoreError("bad_answer", f"{url} answered {str(answer)[:80]!r}, not a chat completion with text")
 
 
 def parse_score(text: str, rule: str, *, field: str = "score", pattern: str = "") -> Any:

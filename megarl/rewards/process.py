@@ -26,11 +26,20 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megarl.config.schema import Reward
 from megarl.data.user_code import import_function
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import Decode, Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
+from megarl.rewards.interface import (
+    BatchReward,
+    Decode,
+    Score,
+    ScoreError,
+    ScoreRequest,
+    parse_options,
+    try_score,
+    unwrap,
+)
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
 from megarl.rewards.time_limit import call_with_time_limit
 
-__all__ = ["Process", "ProcessOptions", "make_process", "split_steps", "token_ends"]
+__all__ = ["ProcessOptions", "make_process", "split_steps", "token_ends"]
 
 SPLITTERS = {  # the delimiter that ends a step and is part of it
     "paragraph": r"\n[ \t]*\n\s*",
@@ -60,29 +69,23 @@ class ProcessOptions(HttpOptions):
         return self
 
 
-def make_process(reward: Reward, decode: Decode) -> Process:
+def make_process(reward: Reward, decode: Decode) -> BatchReward:
     """`decode` must make the response's text of its tokens. Raises ValueError if an option is wrong."""
     options = parse_options(ProcessOptions, reward)
     if "://" in options.scorer:
-        return Process(options, decode, HttpClient.of(options.scorer, options, reward=reward.name))
+        client = HttpClient.of(options.scorer, options, reward=reward.name)
+        return BatchReward(reward.name, reward.weight, _Process(options, decode, client), client.total_s)
     function = import_function(options.scorer, setting="rewards: name='process', scorer")
     name = f"process, scorer {options.scorer}"
-    return Process(
-        options, decode, FunctionReward.of(function, options.options, name=name, timeout_s=options.function_s)
-    )
+    scorer = FunctionReward.of(function, options.options, name=name, timeout_s=options.function_s)
+    return BatchReward(reward.name, reward.weight, _Process(options, decode, scorer))
 
 
 @dataclass(frozen=True)
-class Process:
-    """interface.BatchReward."""
-
+class _Process:
     options: ProcessOptions
     decode: Decode
     scorer: FunctionReward | HttpClient
-
-    @property
-    def total_s(self) -> float | None:
-        return self.scorer.total_s
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         steps = [self._split(request) for request in requests]

@@ -29,6 +29,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from random import SystemRandom
@@ -40,13 +41,13 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megarl.config.schema import Reward, Section
 from megarl.platform.env import get_env
-from megarl.rewards.interface import Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
+from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
 
 if TYPE_CHECKING:
     import httpx
 
 __all__ = [
-    "HttpClient", "HttpOptions", "Remote", "RemoteOptions", "finite_number", "make_remote", "request_row",
+    "HttpClient", "HttpOptions", "RemoteOptions", "finite_number", "make_remote", "request_row",
     "score_batches",
 ]  # fmt: skip
 
@@ -159,38 +160,31 @@ class HttpClient:
                     raise _Retryable(f"http_{status}", f"{self.url} answered {status}", pause_s)
                 if status != 200:
                     raise ScoreError(f"http_{status}", f"{self.url} answered {status}")
-                return _parse_json(await self._read_body(response), self.url)
+                return await self._read_json(response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _Retryable("no_connection", f"{self.url} cannot be reached ({error})") from None
         except httpx.TransportError as error:
             raise _Retryable("broken", f"{self.url} broke off the connection ({type(error).__name__})") from None
 
-    async def _read_body(self, response: httpx.Response) -> bytes:
+    async def _read_json(self, response: httpx.Response) -> Any:
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > MAX_BYTES:
                 raise ScoreError("too_large", f"{self.url} answered more than {MAX_BYTES} bytes")
-        return bytes(data)
-
-
-def _retry_after(text: str) -> float:
-    """Seconds to wait according to a Retry-After header (a number or a date); 0 if it is neither."""
-    try:
-        pause_s = float(text)
-    except ValueError:
         try:
-            pause_s = parsedate_to_datetime(text).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return 0.0
-    return pause_s if math.isfinite(pause_s) and pause_s > 0 else 0.0
+            return json.loads(data)
+        except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            raise ScoreError("not_json", f"{self.url} answered {bytes(data[:60])!r}, which is not JSON") from None
 
 
-def _parse_json(data: bytes, url: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ScoreError("not_json", f"{url} answered {data[:60]!r}, which is not JSON") from None
+def _retry_after(header: str) -> float:
+    """Seconds to wait according to a Retry-After header (a number or a date); 0 if it is neither."""
+    for parse in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
+        with suppress(ValueError, TypeError, OverflowError):
+            pause_s = parse(header)
+            return pause_s if math.isfinite(pause_s) and pause_s > 0 else 0.0
+    return 0.0
 
 
 # --- scores of a batch --------------------------------------------------------------------------------------------
@@ -247,13 +241,10 @@ def finite_number(value: Any, source: str) -> float:
     """`value` as a float; raises ScoreError for anything but a finite number (booleans and text included)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ScoreError("not_a_number", f"{source} gave the score {str(value)[:60]!r}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ScoreError("nan", f"{source} gave the score {str(value)[:20]}")
-    return number
+    with suppress(OverflowError):  # an integer too large for a float
+        if math.isfinite(value):
+            return float(value)
+    raise ScoreError("nan", f"{source} gave the score {str(value)[:20]}")
 
 
 # --- the reward ---------------------------------------------------------------------------------------------------
@@ -263,10 +254,16 @@ class RemoteOptions(HttpOptions):
     batch_size: PositiveInt = 32  # samples in a request
 
 
-def make_remote(reward: Reward) -> Remote:
+def make_remote(reward: Reward) -> BatchReward:
     """Raises ValueError if the URL or an option is wrong, or the variable of a header is not set."""
     options = parse_options(RemoteOptions, reward)
-    return Remote(HttpClient.of(reward.name, options, reward=reward.name), options.batch_size)
+    client = HttpClient.of(reward.name, options, reward=reward.name)
+
+    def score(requests: Sequence[ScoreRequest]) -> list[Score]:
+        values = score_batches(client, [*map(request_row, requests)], options.batch_size, key="score")
+        return [try_score(lambda value=value: Score(finite_number(unwrap(value), client.url))) for value in values]
+
+    return BatchReward(reward.name, reward.weight, score, client.total_s)
 
 
 def _check_url(url: str, reward: str) -> None:
@@ -279,22 +276,3 @@ def _check_url(url: str, reward: str) -> None:
         raise ValueError(f"rewards: name={reward!r}: {url!r} is not the URL of a server; write http://host:port/path")
     if parts.username or parts.password:
         raise ValueError(f"rewards: name={reward!r}: its URL has a password, which logs would show; use headers_env")
-
-
-@dataclass(frozen=True)
-class Remote:
-    """interface.BatchReward."""
-
-    client: HttpClient
-    batch_size: int
-
-    @property
-    def total_s(self) -> float:
-        return self.client.total_s
-
-    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        values = score_batches(self.client, [*map(request_row, requests)], self.batch_size, key="score")
-        return [try_score(self._score, value) for value in values]
-
-    def _score(self, value: Any) -> Score:
-        return Score(finite_number(unwrap(value), self.client.url))

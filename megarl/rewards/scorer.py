@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from megarl.config.schema import Reward
@@ -22,7 +21,7 @@ from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
 from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import Prompt, Sample
 
-__all__ = ["Scorer", "WeightedReward", "make_scorer"]
+__all__ = ["Scorer", "make_scorer"]
 
 log = logging.getLogger(__name__)
 
@@ -36,46 +35,18 @@ def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: D
 
     Raises ValueError if a reward cannot be found or made.
     """
-    made = make_rewards(rewards, decode=decode or _no_tokenizer, timeout_s=timeout_s)
-    weighted = [WeightedReward(spec.name, spec.weight, reward) for spec, reward in zip(rewards, made, strict=True)]
-    return Scorer(tuple(weighted), decode)
+    return Scorer(tuple(make_rewards(rewards, decode=decode or _no_tokenizer, timeout_s=timeout_s)), decode)
 
 
 def _no_tokenizer(tokens: Sequence[int]) -> str:
     raise ValueError("no tokenizer was given")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedReward:
-    name: str
-    weight: float
-    reward: BatchReward
-
-    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        try:
-            return self.reward(requests)
-        except (Exception, SystemExit) as error:  # a defect of a reward must not end the run
-            log.exception("reward %s failed", self.name)
-            return self._dropped(requests, "error", f"raised {type(error).__name__}: {error}")
-
-    def wait_for(self, scores: Future[list[Score]], requests: Sequence[ScoreRequest], started: float) -> list[Score]:
-        """The result of a call on another thread, abandoned `total_s` after `started` (of ``time.monotonic``)."""
-        assert self.reward.total_s is not None
-        try:
-            return scores.result(max(started + self.reward.total_s - time.monotonic(), 0))
-        except TimeoutError:
-            detail = f"{self.name} had not scored {len(requests)} samples after {self.reward.total_s:.0f} s"
-            return self._dropped(requests, "timeout", detail)
-
-    def _dropped(self, requests: Sequence[ScoreRequest], cause: str, detail: str) -> list[Score]:
-        return [Score(None, cause, detail)] * len(requests)
-
-
 @dataclass(frozen=True)
 class Scorer:
     """roles.Rewards. Each cause is logged once, with the first sample it affects."""
 
-    rewards: tuple[WeightedReward, ...]
+    rewards: tuple[BatchReward, ...]
     decode: Decode | None = None  # None: the samples' texts are used as they are
     logged: set[str] = field(default_factory=set)
 
@@ -89,12 +60,17 @@ class Scorer:
         pending = {
             reward.name: on_daemon_thread(lambda reward=reward: reward(requests))
             for reward in self.rewards
-            if reward.reward.total_s is not None
+            if reward.total_s is not None
         }
         scores = {reward.name: reward(requests) for reward in self.rewards if reward.name not in pending}
         for reward in self.rewards:
-            if reward.name in pending:
-                scores[reward.name] = reward.wait_for(pending[reward.name], requests, started)
+            if reward.total_s is not None:
+                try:
+                    left_s = max(started + reward.total_s - time.monotonic(), 0)
+                    scores[reward.name] = pending[reward.name].result(left_s)
+                except TimeoutError:
+                    detail = f"had not scored {len(requests)} samples after {reward.total_s:.0f} s"
+                    scores[reward.name] = [Score(None, "timeout", detail)] * len(requests)
         return [
             self._scored(sample, {reward.name: scores[reward.name][row] for reward in self.rewards})
             for row, sample in enumerate(samples)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megarl.config.schema import Reward
-from megarl.rewards.scorer import Scorer, WeightedReward, make_scorer
+from megarl.rewards.interface import BatchReward
+from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
 
@@ -203,8 +204,6 @@ def test_servers_are_asked_while_rules_run(served):
 class Hangs:
     """A part that does not keep to its own limit."""
 
-    total_s = 0.2
-
     def __init__(self, over):
         self.over = over
 
@@ -215,13 +214,13 @@ class Hangs:
 
 def test_a_part_that_hangs_is_left_and_named(served, caplog):
     scorer = make_scorer([Reward(name="accuracy")])
-    stuck = WeightedReward("stuck", 1.0, Hangs(served.over))
+    stuck = BatchReward("stuck", 1.0, Hangs(served.over), total_s=0.2)
     scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 5
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
-    assert "stuck had not scored 2 samples after 0 s" in caplog.text
+    assert "had not scored 2 samples after 0 s" in caplog.text
 
 
 class Breaks(Hangs):
@@ -231,7 +230,7 @@ class Breaks(Hangs):
 
 def test_a_part_that_raises_does_not_end_the_run():
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, rewards=(WeightedReward("broken", 1.0, Breaks(None)),))
+    scorer = replace(scorer, rewards=(BatchReward("broken", 1.0, Breaks(None)),))
     assert score_one(scorer).extra["dropped"] == "reward/broken/error"
 
 
