@@ -215,6 +215,8 @@ class Sync(Section):
     # agree that all of it came as it was sent: so a torn sync leaves the engine its weights. False: no such memory, and
     # after a torn sync the engine refuses prompts
     atomic: bool = True
+    # the most that a rank sends or receives in one round of the exchange, unless a single row is larger
+    round_bytes: PositiveInt = 512 << 20
 
 
 class Checkpoint(Section):
@@ -230,6 +232,7 @@ class Checkpoint(Section):
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # the trainer's, in the split topology
+    processes_per_node: PositiveInt | None = None  # null: as launched; 8 for `megarl plan`
     timeout_s: PositiveInt = 600  # of any collective
 
 
