@@ -84,8 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
-    plan.add_argument("--bucket-mb", metavar="MB", type=_size, default=512, help="received at once by a GPU (512)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    plan.add_argument(
+        "--messages",
+        metavar="FILE",
+        type=Path,
+        help="write [round, sender, receiver, bytes] of each message, a line each",
+    )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument(
@@ -115,16 +120,18 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from megarl.config.load import load_config
-    from megarl.planner.weight_sync import describe_weights, plan_weights
-    from megarl.telemetry.plan_figure import draw_flows
+    from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
+    from megarl.telemetry.plan_figure import draw_plan
 
-    plan = plan_weights(load_config(args.config, overrides), gpu=args.gpu, bucket_bytes=args.bucket_mb << 20)
+    plan, figures = plan_weights(load_config(args.config, overrides), gpu=args.gpu)
+    if args.messages:
+        write_messages(plan, args.messages)
     if args.figure:
-        draw_flows(plan, args.figure)
+        draw_plan(figures, args.figure)
     if args.json:
-        print(json.dumps(plan))
+        print(json.dumps(figures))
     else:
-        Console().print(describe_weights(plan))
+        Console().print(describe_weights(figures))
     return DONE
 
 
@@ -181,21 +188,22 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
             if config.stage == "rl" and job.model.bridge is None:  # without a table there is no plan to draw
-                _write_plan(config, job.world)
+                _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
             _report(run_dir(config))
     return code
 
 
-def _write_plan(config: Config, world: int) -> None:
-    """The plan of the run's weight sync, for its report."""
+def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
+    """The figures of the run's weight sync, for its report."""
     import json
 
     from megarl.config.load import run_dir
     from megarl.planner.weight_sync import plan_weights
     from megarl.telemetry.report import PLAN
 
-    config = config.model_copy(update={"launch": config.launch.model_copy(update={"processes": world})})
-    (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)), encoding="utf-8")
+    sizes = {"processes": world, "processes_per_node": config.launch.processes_per_node or ranks_per_node}
+    config = config.model_copy(update={"launch": config.launch.model_copy(update=sizes)})
+    (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 
 def _make(folder: Path, *, dry_run: bool) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -19,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.models.shards import ShardSlice
-from megarl.types import CheckFailed
-from megarl.weights.checksum import copy_and_verify, positional_checksum
-from megarl.weights.plan import Boxes, Message
-from megarl.weights.publish import Publisher
+from megarl.weights.memory_receiver import MemoryReceiver
+from megarl.weights.plan import SlicesByRank
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 
 __all__ = ["export_hf"]
 
 FILE_BYTES = 4 << 30
+ROUND_BYTES = 256 << 20  # that a rank receives at a time
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer, as they came
 
 
@@ -36,7 +35,7 @@ def export_hf(
     *,
     origin: Path,  # where config and tokenizer are copied from
     shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
-    sources: Boxes,  # [rank] -> where its parameters hold them
+    sources: SlicesByRank,  # [rank] -> where its parameters hold them
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
     dtype: torch.dtype,
@@ -62,23 +61,23 @@ def export_hf(
         names = ["model.safetensors"]
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
-        expected = {name: shapes[name] for file in round_ for name in file}
+        weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
+        local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
+        whole = [weights.as_moved([_whole(name, shapes[name]) for name in file]) for file in round_]
+        whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
         tensors = {name: torch.empty(shapes[name], dtype=torch.float32 if name in fp32 else dtype) for name in mine}
-        receiver = _File(tensors, dtype)
         Publisher.connect(
-            sources=[[box for box in boxes if box.name in expected] for boxes in sources],
-            expected=expected,
-            parameters=parameters,
-            receiver=receiver,
-            ranks_per_replica=transport.world,
-            transport=transport,
-            dtype=dtype,
-            fp32=fp32,
-            is_staged=False,  # a file that is not whole is never given its name
+            plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
+            WeightSender(local[transport.rank], parameters),
+            MemoryReceiver(whole[transport.rank], tensors, dtype) if mine else None,
+            transport,
+            weights,
+            ranks_per_replica=len(round_),
+            is_atomic=False,  # a file that is incomplete never gets its name
         ).publish(version=0)
         if mine:
-            save_file(receiver.tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
+            save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
         if len(files) > 1:
@@ -107,46 +106,6 @@ def _write_index(file: Path, files: Sequence[Sequence[str]], names: Sequence[str
     file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
 
 
-@dataclass
-class _File:
-    """weights.publish.Receiver over whole tensors in host memory, seen as words of `dtype`."""
-
-    tensors: dict[str, Tensor]
-    dtype: torch.dtype
-    _words: dict[str, Tensor] = field(init=False)
-    boxes: list[ShardSlice] = field(init=False)
-    _loaded: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._words = {name: x.view(self.dtype) for name, x in self.tensors.items()}
-        self.boxes = [
-            ShardSlice(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride()))
-            for name, x in self._words.items()
-        ]
-
-    def begin(self, *, places: bool) -> None:
-        self._loaded = {}
-
-    def places(self) -> Tensor:
-        sums = [positional_checksum(tensor, (0,) * tensor.dim()) for tensor in self._words.values()]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
-
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong, at = torch.zeros((), dtype=torch.int64), 0
-        for piece in message.pieces:
-            view = piece.destination
-            here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
-            wrong += copy_and_verify(flat[at : at + piece.numel].view(piece.shape), here)
-            self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
-            at += piece.numel
-        return wrong
-
-    def seal(self) -> Mapping[str, int]:
-        for name, tensor in self._words.items():
-            if self._loaded.get(name, 0) != tensor.numel():
-                raise CheckFailed(f"{name}: {self._loaded.get(name, 0)} of {tensor.numel()} elements arrived")
-        return self._loaded
-
-    def finish(self, version: int) -> None: ...
-
-    def abort(self) -> None: ...
+def _whole(name: str, shape: tuple[int, ...]) -> ShardSlice:
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return ShardSlice(name, (0,) * len(shape), shape, name, 0, strides)

@@ -30,9 +30,10 @@ from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_r
 from megarl.launch.phases import TimedPhases
 from megarl.launch.recorded import RecordedActor, RecordedRewards, RecordedRollouts, RecordedWeights, Span
 from megarl.layout import Axis, Layout
-from megarl.models.engine import engine_layout, engine_slices
-from megarl.models.registry import fp32_tensors, hf_shapes, read_model
+from megarl.models.engine import engine_slices
+from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab, read_model
 from megarl.models.shape import ModelShape
+from megarl.planner.weight_sync import fleet_of
 from megarl.platform.device import DTYPES, Device, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
@@ -46,7 +47,8 @@ from megarl.stages.sft import SftRun, sft
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Actor
 from megarl.types import CheckFailed, Prompt
-from megarl.weights.publish import Probe, Publisher
+from megarl.weights.plan import plan_transfers
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
@@ -163,8 +165,32 @@ class Builder:
 
     def publisher(self, actor: Actor, engine: Engine) -> Publisher:
         """From this actor into the engine, with a probe of both."""
-        config, bound, tensor = self.config, parity_bound(self.config), self.config.rollout.tensor
-        place = engine_layout(tensor=tensor, rank=self.env.rank % tensor)
+        config, env, bound = self.config, self.env, parity_bound(self.config)
+        weights = WeightFormat(actor.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(self.shape))
+        world = config.launch.model_copy(update={"processes": env.world_size})
+        fleet = fleet_of(config.model_copy(update={"launch": world}), ranks_per_node=env.local_world_size)
+        if self.shape.bridge:
+            table, plan = (
+                None,
+                plan_slices(
+                    weights,
+                    actor.slices_by_rank(),
+                    self.transport.gather(list(engine.receiver.slices)),
+                    ranks_per_replica=fleet.ranks_per_replica,
+                    round_bytes=config.sync.round_bytes,
+                    ranks_per_node=fleet.ranks_per_node,
+                ),
+            )
+        else:
+            table = engine_slices(self.shape, fleet.engine_layout(env.rank))
+            plan = plan_transfers(
+                self.shape,
+                fleet,
+                padded_vocab=padded_vocab(self.shape.vocab, fleet.parallel.tensor),
+                itemsize=weights.dtype.itemsize,
+                round_bytes=config.sync.round_bytes,
+                style="te" if self.device.is_cuda else "local",
+            )
         probe = Probe(
             probe_tokens(self.shape.vocab, length=min(16, engine.max_model_len - 1)),
             trainer=lambda tokens_NL: score_rows(actor, tokens_NL),
@@ -174,18 +200,16 @@ class Builder:
             always=config.checks.probe == "always",
         )
         return Publisher.connect(
-            sources=actor.slices_by_rank(),
-            expected=actor.hf_shapes(),
-            parameters=actor.parameters_by_name,
-            receiver=engine.receiver,
-            ranks_per_replica=tensor,
-            transport=self.transport,
-            dtype=DTYPES[config.train.dtype],
+            plan,
+            WeightSender(actor.local_slices(), actor.parameters_by_name),
+            engine.receiver,
+            self.transport,
+            weights,
+            ranks_per_replica=fleet.ranks_per_replica,
+            table=table,
             probe=probe,
-            fp32=fp32_tensors(self.shape),
-            table=None if self.shape.bridge else engine_slices(self.shape, place),
-            ranks_per_node=self.env.local_world_size,
-            is_staged=config.sync.atomic,
+            is_atomic=config.sync.atomic,
+            ranks_per_node=fleet.ranks_per_node,
         )
 
     @contextmanager

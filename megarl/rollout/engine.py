@@ -97,7 +97,7 @@ class Engine:
         from vllm import LLM
 
         from megarl.rollout import patches
-        from megarl.rollout.loader_trace import record
+        from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
@@ -130,8 +130,8 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        recording = record(model, shapes, spec.dtype)
-        receiver = LayerReceiver(model, recording, spec.dtype, llm.reset_prefix_cache, fp32)
+        trace = trace_loader(model, shapes, spec.dtype)
+        receiver = LayerReceiver(model, trace, spec.dtype, llm.reset_prefix_cache, fp32)
         return cls(llm, spec, receiver, eager)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.telemetry.metrics import read_metrics
-from megarl.telemetry.plan_figure import draw_flows
+from megarl.telemetry.plan_figure import draw_plan
 
 __all__ = ["PLAN", "write_report"]
 
@@ -206,7 +206,7 @@ def _weights(folder: Path) -> list[str]:
     if not (folder / PLAN).is_file():
         return []
     picture = folder / "weights_plan.svg"
-    draw_flows(json.loads((folder / PLAN).read_text(encoding="utf-8")), picture)
+    draw_plan(json.loads((folder / PLAN).read_text(encoding="utf-8")), picture)
     image = base64.b64encode(picture.read_bytes()).decode()
     return ["<h2>Weight sync</h2>", f"<img alt='flows' src='data:image/svg+xml;base64,{image}'>"]
 

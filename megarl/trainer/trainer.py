@@ -100,6 +100,12 @@ class Actor:
         """What of the checkpoint this rank holds, under GPTModel's own names; of virtual stages: `chunk<n>.` + name."""
         return local_tensors([chunk.module for chunk in self.model])
 
+    def local_slices(self) -> list[ShardSlice]:
+        """Where this rank's parameters hold HF tensors."""
+        if self.recorded is not None:
+            return self.recorded[self.layout.rank]
+        return _boxes(self.shape, self.layout, use_te=self.device.type == "cuda")
+
     def slices_by_rank(self) -> list[list[ShardSlice]]:
         """[rank] -> where that rank's parameters hold HF tensors; the same on every rank."""
         if self.recorded is not None:

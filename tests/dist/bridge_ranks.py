@@ -27,7 +27,7 @@ from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.trainer.bridged import Bridged, record
 from megarl.trainer.trainer import Actor
-from megarl.weights.publish import Probe, Publisher
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
 WORLD = 2
@@ -149,16 +149,22 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     actor = bench.actor(model, config_of(parallel), shape)
     tokens_NL = probe_tokens(shape.vocab, length=24)
     trainer = partial(score_rows, actor)
-    publisher = Publisher.connect(
-        sources=actor.slices_by_rank(),
-        expected=actor.hf_shapes(),
-        parameters=actor.parameters_by_name,
-        receiver=engine.receiver,
+    weights, transport = WeightFormat(actor.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
+    plan = plan_slices(
+        weights,
+        actor.slices_by_rank(),
+        transport.gather(list(engine.receiver.slices)),
         ranks_per_replica=tensor,
-        transport=Collective(),
-        dtype=torch.float32,
+        round_bytes=256 << 20,
+    )
+    publisher = Publisher.connect(
+        plan,
+        WeightSender(actor.local_slices(), actor.parameters_by_name),
+        engine.receiver,
+        transport,
+        weights,
+        ranks_per_replica=tensor,
         probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),
-        fp32=fp32_tensors(shape),
     )
     scored, errors, stale = score(actor, random_batch(num_rows=8)), [], []
     for version in range(3):
