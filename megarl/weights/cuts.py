@@ -88,7 +88,7 @@ def pitches(rules: Sequence[Rule], size: int) -> dict[str, int]:
     """Elements of one expert in each parameter of these rules, on any rank of an axis of `size`."""
     found: dict[str, int] = defaultdict(int)
     for rule in rules:
-        for box in rule.boxes(Axis(size)):
+        for box in rule.slices(Axis(size)):
             found[box.param] += box.numel
     return dict(found)
 
@@ -96,7 +96,7 @@ def pitches(rules: Sequence[Rule], size: int) -> dict[str, int]:
 def _boxes(rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
     for rank in range(size):
         for rule in rules:
-            for box in rule.boxes(Axis(size, rank)):
+            for box in rule.slices(Axis(size, rank)):
                 yield rank, box
 
 

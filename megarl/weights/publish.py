@@ -26,8 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.engine import disagreement
-from megarl.models.shards import ShardSlice, by_pairs
+from megarl.models.engine import first_mismatch
+from megarl.models.shards import ShardSlice, as_pairs
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.execute import BucketChecksums, PlanExecutor
@@ -141,11 +141,11 @@ class Publisher:
         elsewhere than its table says, or when ranks plan differently."""
         destinations: list[list[ShardSlice]] = transport.gather(list(receiver.boxes))
         if table is not None:
-            said = transport.gather(disagreement(view_fp32_as_16bit(table, fp32, dtype.itemsize), receiver.boxes))
+            said = transport.gather(first_mismatch(view_fp32_as_16bit(table, fp32, dtype.itemsize), receiver.boxes))
             if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
                 raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out otherwise than the one megarl is made for")
         paired = {b.name for boxes in sources for b in boxes if len(b.shape) > len(expected[b.name])}
-        destinations = [[by_pairs(b) if b.name in paired else b for b in boxes] for boxes in destinations]
+        destinations = [[as_pairs(b) if b.name in paired else b for b in boxes] for boxes in destinations]
         sources = [view_fp32_as_16bit(boxes, fp32, dtype.itemsize) for boxes in sources]
         expected = shapes_fp32_as_16bit(expected, fp32, dtype.itemsize)
         _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
