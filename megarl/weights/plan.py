@@ -332,7 +332,7 @@ class _TableSlices:
 
     def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
         for rank in range(size):
-            slices = [part for rule in rules for part in rule.boxes(Axis(size, rank))]
+            slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
             for part in view_fp32_as_16bit(slices, self._trainer.fp32, self._itemsize):
                 yield rank, part
 
@@ -370,7 +370,7 @@ def _expert_strides(rules: Sequence[Rule], size: int) -> dict[str, int]:
     """Elements of one expert in each parameter of these rules, on any rank of an axis of `size`."""
     strides: dict[str, int] = {}
     for rule in rules:
-        for part in rule.boxes(Axis(size)):
+        for part in rule.slices(Axis(size)):
             strides[part.param] = strides.get(part.param, 0) + part.numel
     return strides
 

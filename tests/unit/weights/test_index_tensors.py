@@ -59,7 +59,7 @@ def by_boxes(boxes: list[ShardSlice], numel: int) -> Callable[[IndexTensors], Te
     ids=lambda value: type(value).__name__,
 )
 def test_boxes_are_found_again(rule: Rule, numel: int) -> None:
-    boxes = list(rule.boxes(SECOND))
+    boxes = list(rule.slices(SECOND))
     assert sorted(landed(by_boxes(boxes, numel)), key=str) == sorted(boxes, key=str)
 
 
