@@ -23,6 +23,7 @@ without a version: it refuses prompts until a sync succeeds.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -286,17 +287,30 @@ class Publisher:
         return staged
 
     def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
-        """Every message into the engine, as it arrives or from staging memory, which is freed on the way; the fault."""
-        writer = _Writer(self.receiver, self.executor)
+        """Writes every message into the engine, as it arrives or from `staged`, which it empties; returns the fault."""
+        read_back: list[tuple[Message, Tensor]] = []  # transfers of each message that read back differently
+        errors: list[str] = []  # kept until all rounds are over, as peers wait for them
+
+        def write(message: Message, flat: Tensor) -> None:
+            if self.receiver and not errors:
+                try:
+                    read_back.append((message, self.receiver.write(message, flat)))
+                except Exception as error:  # noqa: BLE001 (raised on all ranks later)
+                    errors.append(f"{self.executor.describe(message)}: {type(error).__name__}: {error}")
+
         if staged is None:
-            self._compare(self.executor.run(parameters, writer.write, include_local=True))
-            return writer.fault()
-        for message in self.executor.messages:
-            if message.receiver == self.transport.rank:
+            self._compare(self.executor.run(parameters, write, include_local=True))
+        else:
+            for message in (m for m in self.executor.messages if m.receiver == self.transport.rank):
                 flat = staged.pop(message.index, None)
-                flat = self.executor.pack(message, parameters) if flat is None else flat.to(self._device)
-                writer.write(message, flat)
-        return writer.fault()
+                write(message, self.executor.pack(message, parameters) if flat is None else flat.to(self._device))
+        if not errors and read_back:
+            counts = torch.stack([count for _, count in read_back]).tolist()  # one wait for the device
+            wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
+            errors += (
+                [f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"] if wrong else []
+            )
+        return errors[0] if errors else None
 
     def _compare(self, sums: BucketChecksums) -> None:
         """Raises CheckFailed, on all ranks, when a message did not arrive as it was sent."""
@@ -321,11 +335,11 @@ class Publisher:
             loaded = self.receiver.seal()
         except CheckFailed as error:
             return str(error)
-        kept: dict[str, int] = {}
+        kept: Counter[str] = Counter()
         for part in self.receiver.slices:
-            kept[part.name] = kept.get(part.name, 0) + part.numel
-        wrong = [name for name in kept.keys() | loaded.keys() if kept.get(name, 0) != loaded.get(name, 0)]
-        return f"tensors loaded differ from those expected: {', '.join(sorted(wrong)[:4])}" if wrong else None
+            kept[part.name] += part.numel
+        wrong = sorted(name for name in kept.keys() | loaded.keys() if kept[name] != loaded.get(name, 0))
+        return f"tensors loaded differ from those expected: {', '.join(wrong[:4])}" if wrong else None
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
         sent = (self.weights.as_moved(self.sender.slices) if self.sender else [], parameters)
@@ -359,33 +373,6 @@ class Publisher:
         if int(self.transport.sum(flag)):
             problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.transport.gather(problem)) if text]
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
-
-
-class _Writer:
-    """Writes messages into the engine. A failure is kept until all rounds are over, which peers wait for."""
-
-    def __init__(self, receiver: WeightReceiver | None, executor: PlanExecutor) -> None:
-        self._receiver, self._executor = receiver, executor
-        self._mismatches: list[tuple[Message, Tensor]] = []  # transfers of each message that read back differently
-        self._error: str | None = None
-
-    def write(self, message: Message, flat: Tensor) -> None:
-        assert self._receiver, f"{message} arrives where there is no engine"
-        if self._error is None:
-            try:
-                self._mismatches.append((message, self._receiver.write(message, flat)))
-            except Exception as error:  # noqa: BLE001 (raised on all ranks later)
-                self._error = f"{self._executor.describe(message)}: {type(error).__name__}: {error}"
-
-    def fault(self) -> str | None:
-        if self._error is None and self._mismatches:
-            counts = torch.stack([count for _, count in self._mismatches]).tolist()  # one wait for the device
-            wrong = [message for (message, _), count in zip(self._mismatches, counts, strict=True) if count]
-            if wrong:
-                return f"{len(wrong)} messages read back differently from what was written: " + (
-                    self._executor.describe(wrong[0])
-                )
-        return self._error
 
 
 @contextmanager
