@@ -26,8 +26,7 @@ from benchmarks.frame import Case, Contender, Outcome
 from megarl.checkpoint.hf_folder import INDEX, HfFile
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import parse_model
+from megarl.models.registry import hf_shapes, parse_model
 from megarl.weights.checksum import positional_checksum
 
 __all__ = ["CASES", "convert", "copy"]

@@ -26,8 +26,8 @@ from benchmarks.frame import Case, Contender, Outcome
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices
-from megarl.models.shape import ModelShape, parse_model
+from megarl.models.registry import hf_shapes, megatron_slices, parse_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.weights import execute, memory_receiver
 from megarl.weights.memory_receiver import MemoryReceiver

@@ -31,8 +31,8 @@ from megarl.launch.phases import TimedPhases
 from megarl.launch.recorded import RecordedActor, RecordedRewards, RecordedRollouts, RecordedWeights, Span
 from megarl.layout import Axis, Layout
 from megarl.models.engine import engine_slices
-from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, read_model
+from megarl.models.shape import ModelShape
 from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES, Device, pick_device
 from megarl.platform.env import Env, is_interactive

@@ -26,8 +26,8 @@ from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, Megatron
 from megarl.checkpoint.slots import Slot, slots_of
 from megarl.checkpoint.torch_dist import Reader, is_checkpoint
 from megarl.layout import Layout, Parallel, stage_layers
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 
 __all__ = ["FILE_BYTES", "run_convert"]

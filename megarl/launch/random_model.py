@@ -20,8 +20,7 @@ import numpy as np
 
 from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, generation_config, hf_config
 from megarl.config.schema import Config, Create
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import parse_model
+from megarl.models.registry import hf_shapes, parse_model
 
 __all__ = ["create_model", "materialize_model", "model_folder"]
 

@@ -66,7 +66,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
 
 
 def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, style: Style = "te") -> Plan:
-    """The plan that a run executes; its messages do not depend on `style`, the layer spec of the trainer's modules."""
+    """The plan that a run with this config executes; `style` is the layer spec of its modules."""
     return plan_transfers(
         shape,
         fleet,

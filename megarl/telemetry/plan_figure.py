@@ -61,7 +61,8 @@ def _title(figures: Mapping[str, Any]) -> str:
         f"{figures['model']}, {_amount(figures['model_bytes'])}: {trainer['layout']} on {trainer['gpus']} GPUs to "
         f"{engine['replicas']} x tp{engine['tensor']}\n"
         f"{figures['predicted_seconds']:.3g} s on {figures['gpu'].upper()} links "
-        f"({figures['predicted_over_floor']:.2f}x the floor), busiest link {figures['busiest_link_over_mean']:.2f}x the mean"
+        f"({figures['predicted_over_floor']:.2f}x the floor), "
+        f"busiest link {figures['busiest_link_over_mean']:.2f}x the mean"
     )
 
 

@@ -21,8 +21,7 @@ from trainer_cases import random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks, score, train_once
 
 from megarl.launch.checks import probe_tokens, score_rows
-from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shape import read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec

@@ -26,7 +26,7 @@ from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.schema import Config
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.trainer import Actor
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch

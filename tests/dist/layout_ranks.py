@@ -17,7 +17,7 @@ from megarl.config.schema import Config, Create
 from megarl.debug.layout_check import check_layouts, compare, rows_of
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer.trainer import Actor
 from megarl.types import Prompt
 

@@ -32,7 +32,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.launch.phases import TimedPhases
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer.trainer import Actor
 
 DEVICE = torch.device("cpu", 0)

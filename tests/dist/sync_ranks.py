@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import hf_shapes, megatron_slices, read_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec

@@ -27,7 +27,8 @@ from megarl.config.schema import Config, Model
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import read_model
+from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
 from megarl.trainer.trainer import Actor
 from megarl.types import ScoredBatch, StepReport, TrainBatch

@@ -27,8 +27,7 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
 from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-from megarl.models.shape import parse_model
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, parse_model
 from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from megarl.config.schema import Config
 from megarl.layout import Axis, Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.platform.env import Env
 from megarl.trainer.microbatch import pack
 from megarl.trainer.trainer import Actor

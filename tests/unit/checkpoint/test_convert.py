@@ -20,8 +20,7 @@ from megarl.config.schema import Create
 from megarl.launch import convert as command
 from megarl.launch.random_model import create_model
 from megarl.layout import Parallel
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import read_model
+from megarl.models.registry import hf_shapes, read_model
 from megarl.types import CheckFailed
 
 MODELS = {

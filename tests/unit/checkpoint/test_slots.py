@@ -15,8 +15,8 @@ from megarl.checkpoint.slots import Slot, slots_of
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
+from megarl.models.shape import ModelShape
 from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model, destroy_parallel, init_parallel
 

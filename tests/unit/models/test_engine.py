@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from megarl.models.engine import disagreement, engine_layout, engine_slices
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.models.shards import ShardSlice
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices
-from megarl.models.shape import FAMILIES, read_model
+from megarl.models.registry import FAMILIES, hf_shapes, megatron_slices, read_model
 
 DENSE = [
     (Parallel(), 1),
@@ -43,7 +42,12 @@ OWN = {
     "glm4_moe": {**ROUTED, "first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True},
     "gpt_oss": {"num_local_experts": 4},
 }
-CASES = {f"{family}-{tied}": (family, tied, {}) for family in FAMILIES if family != "kimi_k2" for tied in (False, True)}
+CASES = {
+    f"{family}-{tied}": (family, tied, {})
+    for family in FAMILIES
+    if FAMILIES[family].architecture
+    for tied in (False, True)
+}
 CASES |= {
     "deepseek_v3-plain query": ("deepseek_v3", False, {"q_lora_rank": None}),
     "glm4_moe-plain": ("glm4_moe", False, {"use_qk_norm": False, "attention_bias": False}),

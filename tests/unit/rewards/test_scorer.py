@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Reward
+from megarl.rewards.interface import BatchReward
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
@@ -46,6 +47,12 @@ def test_weighted_sum_and_each_reward_by_name():
     done = score_one(scorer, "<think>8 + 9</think> 17")
     assert done.rewards == {"accuracy": 1.0, "format": 1.0, even: 2 / 3}
     assert done.reward == pytest.approx(1.0 + 0.5 - 2.0)
+
+
+def test_text_is_decoded_from_the_trainable_tokens():
+    scorer = make_scorer([Reward(name="accuracy")], decode=lambda tokens: "".join(map(str, tokens)))
+    done = scorer.score([replace(PROMPT, answer="568")], [sample(text="stale")])[0]
+    assert (done.text, done.reward) == ("568", 1.0)
 
 
 def test_a_function_takes_what_it_names():
@@ -141,7 +148,7 @@ def test_each_cause_is_logged_once(caplog):
 
 
 def test_limits_hold_on_another_thread_too():
-    """Where no signal arrives; megarl.rewards.limits has the ways."""
+    """Where no signal arrives; megarl.rewards.time_limit has the ways."""
     over, done = threading.Event(), []
     for function in (lambda response: 1.0, lambda response: over.wait(5)):
         scorer = scorer_of(function, timeout_s=0.3)
@@ -197,8 +204,6 @@ def test_servers_are_asked_while_rules_run(served):
 class Hangs:
     """A part that does not keep to its own limit."""
 
-    total_s = 0.2
-
     def __init__(self, over):
         self.over = over
 
@@ -209,12 +214,13 @@ class Hangs:
 
 def test_a_part_that_hangs_is_left_and_named(served, caplog):
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(*scorer.parts, replace(scorer.parts[0], name="stuck", part=Hangs(served.over))))
+    stuck = BatchReward("stuck", 1.0, Hangs(served.over), total_s=0.2)
+    scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 5
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
-    assert "stuck had not scored 2 samples after 0 s" in caplog.text
+    assert "had not scored 2 samples after 0 s" in caplog.text
 
 
 class Breaks(Hangs):
@@ -224,7 +230,7 @@ class Breaks(Hangs):
 
 def test_a_part_that_raises_does_not_end_the_run():
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(replace(scorer.parts[0], name="broken", part=Breaks(None)),))
+    scorer = replace(scorer, rewards=(BatchReward("broken", 1.0, Breaks(None)),))
     assert score_one(scorer).extra["dropped"] == "reward/broken/error"
 
 

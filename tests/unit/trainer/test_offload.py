@@ -22,7 +22,7 @@ from megarl.config.schema import Config, Create
 from megarl.data.packing import plan_microbatches
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer.trainer import Actor
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}

@@ -54,7 +54,7 @@ def by_boxes(boxes: list[ShardSlice], numel: int) -> Callable[[IndexTensors], Te
         (ShardDim1("o", "param", (6, 8)), 24),
         (Stack(("gate", "up"), "param", (10, 10), (6,)), 60),
         (Qkv(("q", "k", "v"), "param", heads=4, kv_heads=2, head_dim=2, rest=(6,)), 48),
-        (Transposed("o", "param", 6, 8), 24),
+        (Transposed("o", "param", (6, 8)), 24),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -16,7 +16,7 @@ from megarl.models.engine import engine_slices
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices
 from megarl.models.shape import Latent, ModelShape, Router
 from megarl.models.shards import ShardDim0, ShardSlice
-from megarl.weights import plan as planning
+from megarl.weights import fleet_tables
 from megarl.weights.fleet import Fleet
 from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.plan import Message, Plan, find_gaps, plan_recorded, plan_transfers, relay_buffer
@@ -28,11 +28,11 @@ QWEN = ModelShape(
 )  # fmt: skip
 DEEPSEEK = replace(
     QWEN, family="deepseek_v3", layers=5, kv_heads=4, head_dim=3, qk_norm=False, dense_layers=2, shared_intermediate=4,
-    latent=Latent(q_rank=3, kv_rank=3, nope=2, rope=1, value=2), router=Router(scores="sigmoid", corrected=True),
+    latent=Latent(3, 3, 2, 1, 2), router=Router(score_function="sigmoid", expert_bias=True),
 )  # fmt: skip
 DENSE = replace(QWEN, family="qwen2", tied=True, qkv_bias=True, qk_norm=False, experts=0)
 GPT_OSS = replace(
-    QWEN, family="gpt_oss", qkv_bias=True, qk_norm=False, out_bias=True, sinks=True, router=Router(biased=True)
+    QWEN, family="gpt_oss", qkv_bias=True, qk_norm=False, out_bias=True, sinks=True, router=Router(linear_bias=True)
 )
 
 
@@ -58,7 +58,7 @@ FLEETS = {
     "virtual stages": (replace(QWEN, layers=5), split(Parallel(pipeline=2, virtual_pipeline=2), 2, 1, 2, 1)),
     "latent, uneven": (DEEPSEEK, split(Parallel(tensor=2, pipeline=2, expert=4), 8, 2, 3, 2)),
     "latent, whole query": (
-        replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, q_rank=0)),
+        replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, q_lora_rank=0)),
         split(Parallel(pipeline=2), 2, 4, 1, 2),
     ),
     "dense, tied": (DENSE, colocated(Parallel(tensor=2, pipeline=2), 4, 4, 4)),
@@ -336,8 +336,10 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_recorded([[half], [whole("w")]], [[whole("w")], []], itemsize=4, round_bytes=64)
     assert find_gaps({"w": (4, 4), "v": (2,)}, [[half]]) == ["w (8 of 16 elements)", "v (absent)"]
     assert find_gaps({}, [[half]]) == ["w (not a tensor of this model)"]
-    extra, table = ShardDim0("model.more.weight", "more", (4, 4)), planning.engine_table
-    monkeypatch.setattr(planning, "engine_table", lambda shape: replace(table(shape), head=(*table(shape).head, extra)))
+    extra, table = ShardDim0("model.more.weight", "more", (4, 4)), fleet_tables.engine_table
+    monkeypatch.setattr(
+        fleet_tables, "engine_table", lambda shape: replace(table(shape), head=(*table(shape).head, extra))
+    )
     with pytest.raises(ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"):
         plan_of(*FLEETS["colocated"])
 
