@@ -63,10 +63,10 @@ def export_hf(
         round_ = files[first : first + transport.world]
         weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
         local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
-        whole = [weights.as_moved([_whole(name, shapes[name]) for name in file]) for file in round_]
+        whole = [weights.moved_slices([_whole(name, shapes[name]) for name in file]) for file in round_]
         whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
-        tensors = {name: torch.empty(shapes[name], dtype=torch.float32 if name in fp32 else dtype) for name in mine}
+        tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name)) for name in mine}
         Publisher.connect(
             plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
             WeightSender(local[transport.rank], parameters),

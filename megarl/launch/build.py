@@ -31,9 +31,9 @@ from megarl.launch.phases import TimedPhases
 from megarl.launch.recorded import RecordedActor, RecordedRewards, RecordedRollouts, RecordedWeights, Span
 from megarl.layout import Axis, Layout
 from megarl.models.engine import engine_slices
-from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab, read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shape import ModelShape
-from megarl.planner.weight_sync import fleet_of
+from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES, Device, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
@@ -47,7 +47,6 @@ from megarl.stages.sft import SftRun, sft
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Actor
 from megarl.types import CheckFailed, Prompt
-from megarl.weights.plan import plan_transfers
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
@@ -183,14 +182,7 @@ class Builder:
             )
         else:
             table = engine_slices(self.shape, fleet.engine_layout(env.rank))
-            plan = plan_transfers(
-                self.shape,
-                fleet,
-                padded_vocab=padded_vocab(self.shape.vocab, fleet.parallel.tensor),
-                itemsize=weights.dtype.itemsize,
-                round_bytes=config.sync.round_bytes,
-                style="te" if self.device.is_cuda else "local",
-            )
+            plan = plan_of(config, self.shape, fleet, style="te" if self.device.is_cuda else "local")
         probe = Probe(
             probe_tokens(self.shape.vocab, length=min(16, engine.max_model_len - 1)),
             trainer=lambda tokens_NL: score_rows(actor, tokens_NL),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.weights.fleet import Fleet
+from megarl.weights.fleet_tables import Ints
 from megarl.weights.plan import Plan
-from megarl.weights.senders import Ints
 
 __all__ = ["LINKS", "Cost", "Links", "price_plan"]
 
@@ -107,9 +107,12 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _open_bytes(plan: Plan, world: int) -> int:
-    """The most that layers take, on one rank, between the first and the last round that writes to them."""
+    """The most that tensors, and all experts of a layer as one, take between the first round that writes to them and
+    the last, on one rank."""
     rows = plan.rows
-    key = (rows.layer + 1) * world + rows.receiver
+    units = np.array([group.unit for group in plan.groups])
+    unit = np.where(rows.expert < 0, units[rows.group], -1) + 1
+    key = ((rows.layer + 1) * (int(units.max()) + 2) + unit) * world + rows.receiver
     keys = int(key.max(initial=-1)) + 1
     size = np.bincount(key, weights=rows.numel, minlength=keys) * plan.itemsize
     first, last = np.full(keys, plan.num_rounds), np.zeros(keys, dtype=np.int64)

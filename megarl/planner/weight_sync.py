@@ -26,11 +26,12 @@ from megarl.config.validate import model_shape
 from megarl.layout import smallest_world
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
+from megarl.models.shards import Style
 from megarl.planner.cost import LINKS, Cost, price_plan
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import Plan, plan_transfers
 
-__all__ = ["describe_weights", "fleet_of", "plan_weights", "write_messages"]
+__all__ = ["describe_weights", "fleet_of", "plan_of", "plan_weights", "write_messages"]
 
 RANKS_PER_NODE = 8
 
@@ -43,26 +44,37 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     start = time.perf_counter()
     shape = model_shape(config)
     check_model(config, shape)
-    fleet, itemsize = fleet_of(config), 4 if config.train.dtype == "fp32" else 2
-    padded, round_bytes = padded_vocab(shape.vocab, fleet.parallel.tensor), config.sync.round_bytes
-    plan = plan_transfers(shape, fleet, padded_vocab=padded, itemsize=itemsize, round_bytes=round_bytes)
+    fleet = fleet_of(config)
+    plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
     cost = price_plan(plan, fleet, LINKS[gpu])
     return plan, {
         "model": shape.family,
-        "model_bytes": _model_bytes(shape, itemsize),
+        "model_bytes": _model_bytes(shape, plan.itemsize),
         "gpu": gpu,
         "topology": config.launch.topology,
         "trainer": {"gpus": fleet.trainers, "layout": str(fleet.trainer_layout(0))},
         "engine": {"replicas": fleet.replicas, "tensor": fleet.tensor, "expert": fleet.expert},
         "ranks_per_node": fleet.ranks_per_node,
-        "round_bytes": round_bytes,
+        "round_bytes": config.sync.round_bytes,
         "plan_seconds": round(seconds, 3),
         **{name: getattr(cost, name) for name in Cost.__dataclass_fields__ if name not in ("bytes_out", "bytes_in")},
         **({} if config.sync.atomic else {"staged_bytes": 0}),
         "predicted_over_floor": cost.predicted_seconds / cost.floor_seconds if cost.floor_seconds else 1.0,
         **_by_rank(plan, fleet, cost),
     }
+
+
+def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, style: Style = "te") -> Plan:
+    """The plan that a run with this config executes; `style` is the layer spec of its modules."""
+    return plan_transfers(
+        shape,
+        fleet,
+        padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor),
+        itemsize=4 if config.train.dtype == "fp32" else 2,
+        round_bytes=config.sync.round_bytes,
+        style=style,
+    )
 
 
 def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from megarl.layout import Axis, Layout, stage_layers
-from megarl.models.engine import engine_table
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Rule, ShardSlice, Style, Table, of_expert
+from megarl.models.shards import ShardSlice, Style
 from megarl.weights.fleet import Fleet
-from megarl.weights.fp32_views import view_fp32_as_16bit
+from megarl.weights.fleet_tables import FleetTables, Ints
 from megarl.weights.plan_rounds import assign_rounds
-from megarl.weights.senders import EMBEDDING, Hops, Ints, assign_senders, assign_table_senders
+from megarl.weights.senders import Hops, assign_senders, assign_table_senders
 from megarl.weights.transfer_groups import Overlap, TransferGroup, transfer_groups
 
 __all__ = [
@@ -34,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 SlicesByRank = Sequence[Sequence[ShardSlice]]
-PARTS = 16  # a group is at most this part of a round, so that rounds can be filled
+GROUPS_PER_ROUND = 16  # groups are cut to a size of which so many fill a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +99,16 @@ class RankPlan:
     rounds: tuple[tuple[Message, ...], ...]
 
 
+class _RecordedSlices:
+    """Coordinates are ranks, and names are whole."""
+
+    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        return overlap.sources[rank]
+
+    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        return overlap.destinations[rank]
+
+
 @dataclass(frozen=True)
 class Rows:
     """What moves between two ranks, a transfer group of one layer a row, ordered by (round, sender, receiver)."""
@@ -128,8 +136,8 @@ class Plan:
     message_bytes: Ints
     rows: Rows
     first_row: Ints  # [messages + 1]
-    _groups: Sequence[TransferGroup]
-    _slices: _Slices
+    groups: Sequence[TransferGroup]
+    _slices: FleetTables | _RecordedSlices
 
     @property
     def bytes_kept(self) -> int:
@@ -148,7 +156,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all rows and transfer groups; ranks compare theirs before the first byte moves."""
-        digest = hashlib.sha256(repr((self.itemsize, self._groups)).encode())
+        digest = hashlib.sha256(repr((self.itemsize, self.groups)).encode())
         for name in Rows.__dataclass_fields__:
             digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
         return digest.hexdigest()
@@ -168,7 +176,7 @@ class Plan:
         rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
         place = (int(rows.layer[row]), int(rows.expert[row]))
         sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
-        for overlap in self._groups[int(rows.group[row])].overlaps:
+        for overlap in self.groups[int(rows.group[row])].overlaps:
             destination = self._slices.destination(overlap, receiver, *place)
             start, shape = overlap.start, overlap.shape
             if len(destination.shape) > len(shape):  # the tensor holds all experts
@@ -200,12 +208,15 @@ def plan_transfers(
     `padded_vocab`: rows of the trainer's embedding over all its tensor ranks. `style`: the layer spec of its modules.
     Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
     """
-    slices = _TableSlices(shape, fleet, megatron_table(shape, style=style, padded_vocab=padded_vocab), itemsize)
-    max_numel = max(1, round_bytes // itemsize // max(PARTS, fleet.ranks_per_node))
-    sections = {name: slices.groups(name, max_numel) for name in ("embedding", "dense", "layer", "expert", "head")}
-    hops = assign_table_senders(shape, fleet, sections)
-    groups = [group for section in sections.values() for group in section]
-    return _plan(hops, groups, slices, fleet.world, fleet.ranks_per_node, itemsize, round_bytes)
+    table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
+    round_numel = max(1, round_bytes // itemsize)
+    max_numel = _max_numel(round_numel, fleet.ranks_per_node)
+    tables = FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel)
+    hops, sizes = assign_table_senders(tables), _group_sizes(tables.groups)
+    rounds = assign_rounds(
+        hops, sizes[hops.group], world=fleet.world, ranks_per_node=fleet.ranks_per_node, round_numel=round_numel
+    )
+    return _build(_rows(hops, rounds, sizes), itemsize, tables.groups, tables)
 
 
 def plan_recorded(
@@ -216,163 +227,72 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """From the slices that every rank holds and keeps, where a family has no table. A receiver's are in the order of
-    its layers. `ranks_per_node`: None: all ranks are on one node.
+    """From the slices that every rank holds and keeps, where a family has no table. Receivers list theirs in the order
+    of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
 
     Raises ValueError naming the tensor when the sources overlap or do not hold all that is kept.
     """
-    world = max(len(sources), len(destinations))
+    world, round_numel = max(len(sources), len(destinations)), max(1, round_bytes // itemsize)
     per_node = min(ranks_per_node or world, world)
-    ordered = sorted(
-        ((place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices)),
-        key=lambda entry: entry[:2],
-    )
+    places = ((place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices))
     groups = transfer_groups(
         ((rank, part) for rank, slices in enumerate(sources) for part in slices),
-        ((rank, part) for _, rank, part in ordered),
-        max_numel=max(1, round_bytes // itemsize // max(PARTS, per_node)),
+        ((rank, part) for _, rank, part in sorted(places, key=lambda entry: entry[:2])),
+        max_numel=_max_numel(round_numel, per_node),
     )
-    hops = assign_senders(groups, world=world, ranks_per_node=per_node)
-    return _plan(hops, groups, _RecordedSlices(), world, per_node, itemsize, round_bytes)
+    hops, sizes = assign_senders(groups, world=world, ranks_per_node=per_node), _group_sizes(groups)
+    rounds = assign_rounds(hops, sizes[hops.group], world=world, ranks_per_node=per_node, round_numel=round_numel)
+    return _build(_rows(hops, rounds, sizes), itemsize, groups, _RecordedSlices())
 
 
-def _plan(
-    hops: Hops,
-    groups: Sequence[TransferGroup],
-    slices: _Slices,
-    world: int,
-    per_node: int,
-    itemsize: int,
-    round_bytes: int,
-) -> Plan:
-    sizes = np.array([group.numel for group in groups], dtype=np.int64)
-    numel = sizes[hops.group]
-    rounds = assign_rounds(
-        hops, numel, world=world, ranks_per_node=per_node, round_numel=max(1, round_bytes // itemsize)
-    )
-    relayed = hops.relay_hop
+def _max_numel(round_numel: int, ranks_per_node: int) -> int:
+    """Of a group: even all copies that one rank relays within its node fit into a round."""
+    return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
+
+
+def _group_sizes(groups: Sequence[TransferGroup]) -> Ints:
+    return np.array([group.numel for group in groups], dtype=np.int64)
+
+
+def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
+    """Hops and relays, by message."""
+    relayed, count = hops.relay_hop, len(hops.group)
     sender = np.concatenate([hops.sender, hops.receiver[relayed]])
     receiver = np.concatenate([hops.receiver, hops.relay_receiver])
     rounds = np.concatenate([rounds, rounds[relayed] + 1])
-    key = (rounds.astype(np.int64) * world + sender) * world + receiver
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    first = np.flatnonzero(np.diff(key, prepend=-1))
-    numel = np.concatenate([numel, numel[relayed]])[order]
+    order = np.lexsort((receiver, sender, rounds))
+    hop = np.concatenate([np.arange(count), relayed])[order]
+    columns = (hops.group[hop], hops.layer[hop], hops.expert[hop], sender[order], receiver[order], rounds[order])
+    numel, first = sizes[columns[0]], _first_rows(*columns[3:])
     before = np.cumsum(numel) - numel
-    offset = before - np.repeat(before[first], np.diff(first, append=len(key)))
-    # where each relay's data lies in the message of its first hop
-    hop_row = np.empty(len(order), dtype=np.int64)
-    hop_row[order] = np.arange(len(order))
-    is_relay = order >= len(hops.group)
-    hop = relayed[order[is_relay] - len(hops.group)]
-    via = np.full(len(order), -1, dtype=np.int32)
-    via[is_relay] = hops.sender[hop]
-    offset[is_relay] = offset[hop_row[hop]]
-    source = np.concatenate([np.arange(len(hops.group)), relayed])[order]
-    rows = Rows(
-        hops.group[source],
-        hops.layer[source],
-        hops.expert[source],
-        sender[order],
-        receiver[order],
-        rounds[order],
-        via,
-        offset,
-        numel,
-    )
+    offset = before - np.repeat(before[first[:-1]], np.diff(first))
+    # what is relayed is read where it lies in the message of the first hop
+    row_of_hop, is_relay = np.empty(len(order), dtype=np.int64), order >= count
+    row_of_hop[order] = np.arange(len(order))
+    offset[is_relay] = offset[row_of_hop[hop[is_relay]]]
+    return Rows(*columns, np.where(is_relay, hops.sender[hop], np.int32(-1)), offset, numel)
+
+
+def _first_rows(*columns: Ints) -> Ints:
+    """[messages + 1] where runs of equal values begin, and the number of rows."""
+    changes = [np.diff(column, prepend=-1) != 0 for column in columns]
+    return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
+
+
+def _build(rows: Rows, itemsize: int, groups: Sequence[TransferGroup], slices: FleetTables | _RecordedSlices) -> Plan:
+    first = _first_rows(rows.sender, rows.receiver, rows.round)
     return Plan(
         itemsize=itemsize,
-        num_rounds=int(rounds.max(initial=-1)) + 1,
-        message_round=rows.round[first],
-        message_sender=rows.sender[first],
-        message_receiver=rows.receiver[first],
-        message_bytes=itemsize * np.add.reduceat(numel, first),
+        num_rounds=int(rows.round.max(initial=-1)) + 1,
+        message_round=rows.round[first[:-1]],
+        message_sender=rows.sender[first[:-1]],
+        message_receiver=rows.receiver[first[:-1]],
+        message_bytes=itemsize * np.add.reduceat(rows.numel, first[:-1]),
         rows=rows,
-        first_row=np.append(first, len(key)),
-        _groups=groups,
+        first_row=first,
+        groups=groups,
         _slices=slices,
     )
-
-
-class _RecordedSlices:
-    """Coordinates are ranks."""
-
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.sources[rank]
-
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.destinations[rank]
-
-
-class _TableSlices:
-    """Groups of templates, and the slice that a template stands for on a rank."""
-
-    def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, itemsize: int) -> None:
-        self._shape, self._fleet, self._trainer, self._itemsize = shape, fleet, table, itemsize
-        self._engine = engine_table(shape)
-        etp = fleet.engine_layout(fleet.first_receiver).etp.size
-        self._strides = _expert_strides(table.expert, fleet.parallel.expert_tensor) | _expert_strides(
-            self._engine.expert, etp
-        )
-        self._engine_sizes = (fleet.tensor, etp)
-
-    def groups(self, section: str, max_numel: int) -> list[TransferGroup]:
-        fleet, is_expert, shape = self._fleet, section == "expert", self._shape
-        if (section == "dense" and not shape.dense_layers) or (
-            section == "layer" and shape.dense_layers == shape.layers
-        ):
-            return []
-        size = fleet.parallel.expert_tensor if is_expert else fleet.parallel.tensor
-        sources = list(self._templates(getattr(self._trainer, section), size))
-        if section == "embedding" and fleet.parallel.pipeline > 1:  # the copy on the last stage
-            sources += [(size + rank, part) for rank, part in self._templates(self._trainer.tied, size)]
-        destinations = self._templates(getattr(self._engine, section), self._engine_sizes[is_expert])
-        return transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
-
-    def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
-        for rank in range(size):
-            slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
-            for part in view_fp32_as_16bit(slices, self._trainer.fp32, self._itemsize):
-                yield rank, part
-
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        layout = self._fleet.trainer_layout(rank)
-        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
-        if layer == EMBEDDING and not layout.pp.first:
-            coordinate += layout.tp.size
-        return self._fill(overlap.sources[coordinate], layout, layer, expert)
-
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        layout = self._fleet.engine_layout(rank)
-        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
-        return self._fill(overlap.destinations[coordinate], layout, layer, expert)
-
-    def _fill(self, part: ShardSlice, layout: Layout, layer: int, expert: int) -> ShardSlice:
-        """A template with its numbers filled in: of a global layer and expert (-1: none)."""
-        chunks = stage_layers(self._shape.layers, layout)
-        number = next((n for n, layers in enumerate(chunks) if layer in layers), 0 if layer == EMBEDDING else -1)
-        if layer == EMBEDDING and not layout.pp.first:
-            number = -1
-        local_layer, chunk = layer - chunks[number].start, f"chunk{number % len(chunks)}." if len(chunks) > 1 else ""
-        local = expert
-        if expert >= 0:
-            local = expert % (self._shape.experts // layout.ep.size)
-            part = of_expert(part, local, expert, self._strides[part.param])
-        name = part.name.format(layer=layer, expert=expert)
-        return replace(part, name=name, param=chunk + part.param.format(layer=local_layer, expert=local))
-
-
-_Slices = _TableSlices | _RecordedSlices
-
-
-def _expert_strides(rules: Sequence[Rule], size: int) -> dict[str, int]:
-    """Elements of one expert in each parameter of these rules, on any rank of an axis of `size`."""
-    strides: dict[str, int] = {}
-    for rule in rules:
-        for part in rule.slices(Axis(size)):
-            strides[part.param] = strides.get(part.param, 0) + part.numel
-    return strides
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.weights.senders import Hops, Ints
+from megarl.weights.fleet_tables import Ints
+from megarl.weights.senders import Hops
 
 __all__ = ["assign_rounds"]
 
@@ -47,7 +48,8 @@ class _Scheduler:
         self.rounds = np.zeros(len(numel), dtype=np.int32)
         self._hops, self._numel, self._world, self._round_numel = hops, numel, world, round_numel
         self._is_far = hops.sender // ranks_per_node != hops.receiver // ranks_per_node
-        self._relays = np.searchsorted(hops.relay_hop, np.arange(len(numel) + 1))
+        self._copies = np.bincount(hops.relay_hop, minlength=len(numel)).astype(np.int32)
+        self._first_copy = np.cumsum(self._copies) - self._copies
         total = self._total()
         far, both = int(total[: OUT * world].max()), int(total[OUT * world :].max())
         capacity = np.full(KINDS, round_numel, dtype=np.int64)
@@ -70,11 +72,11 @@ class _Scheduler:
         hops, numel = self._hops, self._numel[chosen]
         sender, receiver = hops.sender[chosen], hops.receiver[chosen]
         far, moved = np.flatnonzero(self._is_far[chosen]), np.flatnonzero(sender != receiver)
-        stays, copies = np.flatnonzero(sender == receiver), np.diff(self._relays)[chosen]
+        stays, copies = np.flatnonzero(sender == receiver), self._copies[chosen]
         relaying = np.flatnonzero(copies)
         each = np.repeat(relaying, copies[relaying])
         number = np.arange(len(each)) - np.repeat(np.cumsum(copies[relaying]) - copies[relaying], copies[relaying])
-        relay_receiver = hops.relay_receiver[self._relays[chosen[each]] + number]
+        relay_receiver = hops.relay_receiver[self._first_copy[chosen[each]] + number]
         entries = (
             (FAR_OUT, far, sender[far], numel[far]),
             (FAR_IN, far, receiver[far], numel[far]),

@@ -23,7 +23,8 @@ without a version: it refuses prompts until a sync succeeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -56,8 +57,15 @@ class WeightFormat:
     dtype: torch.dtype
     fp32: frozenset[str] = frozenset()  # HF tensors that are fp32 on both sides, whatever `dtype` is
 
-    def as_moved(self, slices: Sequence[ShardSlice]) -> list[ShardSlice]:
-        """In elements of `dtype`."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self.fp32 else self.dtype
+
+    def moved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """In elements of `dtype`, as the plan counts."""
+        return shapes_fp32_as_16bit(self.shapes, self.fp32, self.dtype.itemsize)
+
+    def moved_slices(self, slices: Sequence[ShardSlice]) -> list[ShardSlice]:
+        """In elements of `dtype`, as the plan counts."""
         return view_fp32_as_16bit(slices, self.fp32, self.dtype.itemsize)
 
 
@@ -76,12 +84,11 @@ class WeightReceiver(Protocol):
 
     @property
     def slices(self) -> Sequence[ShardSlice]:
-        """What this rank keeps of each HF tensor, in elements of the dtype that moves, in the order of its layers."""
+        """What it keeps of each HF tensor, in elements of the dtype that moves, in the order of the engine's layers."""
         ...
 
     def begin(self, *, check_placement: bool) -> None:
         """`check_placement`: positional_checksums will be asked for."""
-        ...
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         """Writes the buffer [numel] of a message; returns how many transfers read back differently, int64 scalar."""
@@ -128,21 +135,19 @@ def plan_slices(
 
     Raises CheckFailed naming tensors that trainer or engine does not hold completely.
     """
-    shapes, itemsize = weights.shapes, weights.dtype.itemsize
-    sources = [weights.as_moved(slices) for slices in sources]
-    expected = shapes_fp32_as_16bit(shapes, weights.fp32, itemsize)
+    shapes = weights.moved_shapes()
+    sources = [weights.moved_slices(slices) for slices in sources]
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
     destinations = [[as_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
-    _refuse_gaps("the trainer's ranks hold no complete", find_gaps(expected, sources))
+    _refuse_gaps("the trainer's ranks hold no complete", find_gaps(shapes, sources))
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for first in range(0, len(receivers), ranks_per_replica):
         ranks = receivers[first : first + ranks_per_replica]
-        gaps = find_gaps(expected, [destinations[rank] for rank in ranks])
+        gaps = find_gaps(shapes, [destinations[rank] for rank in ranks])
         _refuse_gaps(f"the engine on ranks {ranks[0]}..{ranks[-1]} takes no complete", gaps)
+    sizes = {"itemsize": weights.dtype.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
     try:
-        return plan_recorded(
-            sources, destinations, itemsize=itemsize, round_bytes=round_bytes, ranks_per_node=ranks_per_node
-        )
+        return plan_recorded(sources, destinations, **sizes)
     except ValueError as error:
         raise CheckFailed(f"no plan moves the weights: {error}") from None
 
@@ -165,7 +170,6 @@ class Publisher:
     def __post_init__(self) -> None:
         self._device = self.receiver.device if self.receiver else next(iter(self._parameters().values())).device
         self.executor = PlanExecutor(self.plan, self.transport, self.weights.dtype, self._device)
-        self._extents = _extents(self.executor.messages, self.transport.rank)
         self._is_proven = False
 
     @classmethod
@@ -190,16 +194,15 @@ class Publisher:
         """
         problem = None
         if receiver is not None and table is not None:
-            problem = first_mismatch(weights.as_moved(table), receiver.slices)
+            problem = first_mismatch(weights.moved_slices(table), receiver.slices)
         reports = transport.gather((problem, plan.fingerprint, receiver is not None))
         problems, fingerprints, is_receiver = zip(*reports, strict=True)
         if wrong := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
             raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out differently from the one megarl is made for")
         if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
-        shapes = shapes_fp32_as_16bit(weights.shapes, weights.fp32, weights.dtype.itemsize)
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
-        placement = PlacementCheck(shapes, weights.dtype, receivers, ranks_per_replica)
+        placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
         per_node = ranks_per_node or transport.world
         return cls(plan, sender, receiver, transport, weights, placement, probe, is_atomic, per_node)
 
@@ -241,19 +244,18 @@ class Publisher:
         return self.sender.parameters() if self.sender else {}
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
-        """A parameter that the plan reads here and that is missing or different."""
-        fp32 = {part.param for part in self.sender.slices if part.name in self.weights.fp32} if self.sender else set()
-        dtype = self.weights.dtype
-        for name, numel in self._extents.items():
-            tensor = parameters.get(name)
+        """A parameter that is missing or is not what the sender's slices say."""
+        bytes_read: Counter[str] = Counter()
+        for part in self.sender.slices if self.sender else ():
+            expected, tensor = self.weights.dtype_of(part.name), parameters.get(part.param)
             if tensor is None:
-                return f"the trainer has no parameter {name}"
-            expected = torch.float32 if name in fp32 else dtype
-            if tensor.dtype != expected or tensor.nbytes < numel * dtype.itemsize or not tensor.is_contiguous():
+                return f"the trainer has no parameter {part.param}"
+            bytes_read[part.param] += part.numel * expected.itemsize
+            if tensor.dtype != expected or tensor.nbytes < bytes_read[part.param] or not tensor.is_contiguous():
                 contiguous = "contiguous" if tensor.is_contiguous() else "not contiguous"
                 return (
-                    f"parameter {name} has {tensor.numel()} elements of {tensor.dtype}, {contiguous}; "
-                    f"the plan reads {numel * dtype.itemsize // expected.itemsize} contiguous elements of {expected}"
+                    f"parameter {part.param} has {tensor.numel()} elements of {tensor.dtype}, {contiguous}; the plan "
+                    f"reads {bytes_read[part.param] // expected.itemsize} contiguous elements of {expected}"
                 )
         return None
 
@@ -286,17 +288,30 @@ class Publisher:
         return staged
 
     def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
-        """Every message into the engine, as it arrives or from staging memory, which is freed on the way; the fault."""
-        writer = _Writer(self.receiver, self.executor)
+        """Writes every message into the engine, as it arrives or from `staged`, which it empties; returns the fault."""
+        read_back: list[tuple[Message, Tensor]] = []  # transfers of each message that read back differently
+        errors: list[str] = []  # kept until all rounds are over, as peers wait for them
+
+        def write(message: Message, flat: Tensor) -> None:
+            if self.receiver and not errors:
+                try:
+                    read_back.append((message, self.receiver.write(message, flat)))
+                except Exception as error:  # noqa: BLE001 (raised on all ranks later)
+                    errors.append(f"{self.executor.describe(message)}: {type(error).__name__}: {error}")
+
         if staged is None:
-            self._compare(self.executor.run(parameters, writer.write, include_local=True))
-            return writer.fault()
-        for message in self.executor.messages:
-            if message.receiver == self.transport.rank:
+            self._compare(self.executor.run(parameters, write, include_local=True))
+        else:
+            for message in (m for m in self.executor.messages if m.receiver == self.transport.rank):
                 flat = staged.pop(message.index, None)
-                flat = self.executor.pack(message, parameters) if flat is None else flat.to(self._device)
-                writer.write(message, flat)
-        return writer.fault()
+                write(message, self.executor.pack(message, parameters) if flat is None else flat.to(self._device))
+        if not errors and read_back:
+            counts = torch.stack([count for _, count in read_back]).tolist()  # one wait for the device
+            wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
+            errors += (
+                [f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"] if wrong else []
+            )
+        return errors[0] if errors else None
 
     def _compare(self, sums: BucketChecksums) -> None:
         """Raises CheckFailed, on all ranks, when a message did not arrive as it was sent."""
@@ -321,14 +336,14 @@ class Publisher:
             loaded = self.receiver.seal()
         except CheckFailed as error:
             return str(error)
-        kept: dict[str, int] = {}
+        kept: Counter[str] = Counter()
         for part in self.receiver.slices:
-            kept[part.name] = kept.get(part.name, 0) + part.numel
-        wrong = [name for name in kept.keys() | loaded.keys() if kept.get(name, 0) != loaded.get(name, 0)]
-        return f"tensors loaded differ from those expected: {', '.join(sorted(wrong)[:4])}" if wrong else None
+            kept[part.name] += part.numel
+        wrong = sorted(name for name in kept.keys() | loaded.keys() if kept[name] != loaded.get(name, 0))
+        return f"tensors loaded differ from those expected: {', '.join(wrong[:4])}" if wrong else None
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
-        sent = (self.weights.as_moved(self.sender.slices) if self.sender else [], parameters)
+        sent = (self.weights.moved_slices(self.sender.slices) if self.sender else [], parameters)
         received = ([], torch.zeros(0, dtype=torch.int64, device=self._device))
         if self.receiver:
             received = (self.receiver.slices, self.receiver.positional_checksums())
@@ -361,33 +376,6 @@ class Publisher:
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
 
 
-class _Writer:
-    """Writes messages into the engine. A failure is kept until all rounds are over, which peers wait for."""
-
-    def __init__(self, receiver: WeightReceiver | None, executor: PlanExecutor) -> None:
-        self._receiver, self._executor = receiver, executor
-        self._mismatches: list[tuple[Message, Tensor]] = []  # transfers of each message that read back differently
-        self._error: str | None = None
-
-    def write(self, message: Message, flat: Tensor) -> None:
-        assert self._receiver, f"{message} arrives where there is no engine"
-        if self._error is None:
-            try:
-                self._mismatches.append((message, self._receiver.write(message, flat)))
-            except Exception as error:  # noqa: BLE001 (raised on all ranks later)
-                self._error = f"{self._executor.describe(message)}: {type(error).__name__}: {error}"
-
-    def fault(self) -> str | None:
-        if self._error is None and self._mismatches:
-            counts = torch.stack([count for _, count in self._mismatches]).tolist()  # one wait for the device
-            wrong = [message for (message, _), count in zip(self._mismatches, counts, strict=True) if count]
-            if wrong:
-                return f"{len(wrong)} messages read back differently from what was written: " + (
-                    self._executor.describe(wrong[0])
-                )
-        return self._error
-
-
 @contextmanager
 def _stating(outcome: str) -> Iterator[None]:
     """Adds to a CheckFailed in which state it leaves the engine."""
@@ -401,13 +389,3 @@ def _refuse_gaps(where: str, gaps: Sequence[str]) -> None:
     if gaps:
         rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
         raise CheckFailed(f"{where} {', '.join(gaps[:4])}{rest}")
-
-
-def _extents(messages: Iterable[Message], rank: int) -> dict[str, int]:
-    """Elements of each local parameter up to which the plan reads it."""
-    extents: dict[str, int] = {}
-    for transfer in (t for m in messages if m.sender == rank for t in m.transfers if not t.is_relay):
-        view = transfer.source
-        last = sum((n - 1) * stride for n, stride in zip(transfer.shape, view.strides, strict=True))
-        extents[view.param] = max(extents.get(view.param, 0), view.offset + last + 1)
-    return extents

@@ -10,21 +10,15 @@ pipeline stages are read from: `position` counts from where the receiver begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megarl.layout import stage_layers
-from megarl.models.shape import ModelShape
-from megarl.weights.fleet import Fleet
+from megarl.weights.fleet_tables import FleetTables, Ints
 from megarl.weights.transfer_groups import TransferGroup
 
-__all__ = ["EMBEDDING", "Hops", "Ints", "assign_senders", "assign_table_senders"]
-
-Ints = NDArray[np.integer]
-EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
+__all__ = ["Hops", "assign_senders", "assign_table_senders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +30,87 @@ class Hops:
     expert: Ints  # -1: none
     sender: Ints
     receiver: Ints
-    position: Ints  # elements a replica takes before
+    position: Ints  # elements that a replica receives before it
     total: int  # elements of a replica
     relay_hop: Ints  # ascending
     relay_receiver: Ints
 
 
-class _Hops:
+def assign_senders(groups: Sequence[TransferGroup], *, world: int, ranks_per_node: int) -> Hops:
+    """For recorded slices: coordinates are ranks, and each tensor counts as a layer."""
+    collector, sizes = _Collector(ranks_per_node), np.zeros(1 + max(group.unit for group in groups), dtype=np.int64)
+    for group in groups:
+        sizes[group.unit] += group.numel * len(group.destinations)
+    starts = np.cumsum(sizes) - sizes
+    for number, group in enumerate(groups):
+        instance = (np.array([group.unit]), np.array([-1]), starts[[group.unit]])
+        for node, keepers in _by_node(group.destinations, ranks_per_node).items():
+            collector.add(number, instance, np.array([group.sources]), keepers, np.array([node + number]))
+    receivers = sorted({rank for group in groups for rank in group.destinations})
+    offsets, total = np.zeros(world, dtype=np.int64), max(1, int(sizes.sum()))
+    nodes = _by_node(receivers, ranks_per_node)
+    for number, ranks in enumerate(nodes.values()):
+        offsets[ranks] = _layer_start(starts, total * number // len(nodes))
+    return collector.finish(offsets, total)
+
+
+def assign_table_senders(tables: FleetTables) -> Hops:
+    fleet = tables.fleet
+    collector, per_node = _Collector(fleet.ranks_per_node), fleet.ranks_per_node
+    receivers = range(fleet.first_receiver, fleet.first_receiver + fleet.receivers)
+    nodes = list(_by_node(receivers, per_node))
+    instances = {section: tables.instances(section) for section in dict.fromkeys(tables.sections)}
+    begins, starts, total = _positions(tables)
+    for number, (section, group) in enumerate(zip(tables.sections, tables.groups, strict=True)):
+        of = instances[section]
+        begin, size = begins[section, group.unit]
+        position = starts[of.layer + 1] + begin + of.place * size
+        for part in np.unique(of.part).tolist():
+            chosen = np.flatnonzero(of.part == part)
+            columns = (of.layer[chosen], of.expert[chosen], position[chosen])
+            holders = tables.holders(section, group)[of.key[chosen]]
+            for node, keepers in _by_node(tables.keepers(section, group, part), per_node).items():
+                turn = of.layer[chosen] + of.local_expert[chosen] + number + nodes.index(node)
+                collector.add(number, columns, holders, keepers, turn)
+    # the ranks of a node begin in several places where they are more than a pipeline stage has
+    period = min(per_node, fleet.receivers if len(nodes) == 1 else fleet.ranks_per_replica)  # relays cross no lanes
+    lanes = min(period, -(-min(per_node, fleet.receivers) * fleet.parallel.pipeline // fleet.trainers))
+    offsets = np.zeros(fleet.world, dtype=np.int64)
+    for rank in receivers:
+        lane = nodes.index(rank // per_node) * lanes + (rank - fleet.first_receiver) % period * lanes // period
+        offsets[rank] = _layer_start(starts, total * lane // (len(nodes) * lanes))
+    return collector.finish(offsets, total)
+
+
+def _positions(tables: FleetTables) -> tuple[dict[tuple[str, int], tuple[int, int]], Ints, int]:
+    """(section, unit) -> (elements before it in its layer, its size); [layers + 2] elements before each layer, from the
+    embedding to the head; elements in all. Experts follow the other tensors of their layer."""
+    units: dict[tuple[str, int], int] = {}
+    for section, group in zip(tables.sections, tables.groups, strict=True):
+        units[section, group.unit] = units.get((section, group.unit), 0) + group.numel * len(group.destinations)
+    begins: dict[tuple[str, int], tuple[int, int]] = {}
+    ends: dict[str, int] = {}
+    sizes = np.zeros(tables.shape.layers + 2, dtype=np.int64)
+    for (section, unit), size in units.items():
+        begin = ends.get(section, ends.get("layer", 0) if section == "expert" else 0)
+        begins[section, unit] = begin, size
+        ends[section] = begin + size * (tables.shape.experts if section == "expert" else 1)
+        sizes[tables.instances(section).layer + 1] = ends[section]
+    return begins, np.cumsum(sizes) - sizes, int(sizes.sum())
+
+
+def _layer_start(starts: Ints, position: int) -> int:
+    return int(starts[np.searchsorted(starts, position, side="right") - 1])
+
+
+def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    return nodes
+
+
+class _Collector:
     """Collects hops, one group and node at a time."""
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -59,196 +127,33 @@ class _Hops:
         keepers: Sequence[int],  # on one node
         turn: Ints,  # [instances] whose turn it is to send and to relay
     ) -> None:
-        count = holders.shape[1]
+        count, kept = holders.shape[1], np.array(keepers)
         near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
-        is_near, kept = near.any(1), np.array(keepers)
+        is_near, first = near.any(1), kept[turn % len(kept)]
         # the next in turn, of those on the node where there are any
         order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
         sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
-        first = kept[turn % len(kept)]
         for keeper in keepers:
             direct = np.flatnonzero(is_near | (first == keeper))
-            if len(direct):
-                own = (holders[direct] == keeper).any(1)
-                columns = (np.full(len(direct), group), *(column[direct] for column in instances))
-                self._hops.append((*columns, np.where(own, keeper, sender[direct]), np.full(len(direct), keeper)))
+            own = (holders[direct] == keeper).any(1)
+            columns = (np.full(len(direct), group), *(column[direct] for column in instances))
+            self._hops.append((*columns, np.where(own, keeper, sender[direct]), np.full(len(direct), keeper)))
+            far, others = np.flatnonzero(~is_near[direct]), kept[kept != keeper]
+            self._relays.append((np.repeat(self._count + far, len(others)), np.tile(others, len(far))))
             self._count += len(direct)
-            rest = kept[kept != keeper]
-            far = np.flatnonzero(~is_near[direct])
-            if len(rest) and len(far):
-                hops = self._count - len(direct) + far
-                self._relays.append((np.repeat(hops, len(rest)), np.tile(rest, len(far))))
 
     def finish(self, offsets: Ints, total: int) -> Hops:
         """`offsets` [world]: the position at which each rank begins."""
-        types = (np.int32, np.int32, np.int32, np.int64, np.int32, np.int32)
-        group, layer, expert, position, sender, receiver = (
-            np.concatenate([hops[column] for hops in self._hops]).astype(dtype) for column, dtype in enumerate(types)
-        )
-        self._hops.clear()
+        group, layer, expert, position, sender, receiver = (_joined(self._hops, column) for column in range(6))
         position = (position - offsets[receiver]) % total
         order = np.argsort(position, kind="stable")
-        place = np.empty(len(order), dtype=np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
-        relays = [
-            np.concatenate([relay[column] for relay in self._relays] or [np.zeros(0, np.int64)]) for column in (0, 1)
-        ]
-        hop = place[relays[0]]
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        hop, relay_receiver = place[_joined(self._relays, 0)], _joined(self._relays, 1)
         by_hop = np.argsort(hop, kind="stable")
-        columns = (column[order] for column in (group, layer, expert, sender, receiver, position))
-        return Hops(*columns, total, hop[by_hop], relays[1][by_hop].astype(np.int32))
+        columns = (column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver))
+        return Hops(*columns, position[order], total, hop[by_hop], relay_receiver[by_hop].astype(np.int32))
 
 
-def assign_senders(groups: Sequence[TransferGroup], *, world: int, ranks_per_node: int) -> Hops:
-    """Of recorded slices: coordinates are ranks, and a unit is both a tensor and a layer."""
-    hops, sizes = _Hops(ranks_per_node), np.zeros(1 + max(group.unit for group in groups), dtype=np.int64)
-    for group in groups:
-        sizes[group.unit] += group.numel * len(group.destinations)
-    starts = np.cumsum(sizes) - sizes
-    for number, group in enumerate(groups):
-        instance = (np.array([group.unit]), np.array([-1]), starts[[group.unit]])
-        for node, keepers in _by_node(group.destinations, ranks_per_node).items():
-            hops.add(number, instance, np.array([group.sources]), keepers, np.array([node + number]))
-    receivers = sorted({rank for group in groups for rank in group.destinations})
-    total = max(1, int(sizes.sum()))
-    return hops.finish(_offsets(receivers, world, ranks_per_node, starts, total, lanes=1), total)
-
-
-def assign_table_senders(shape: ModelShape, fleet: Fleet, sections: Mapping[str, Sequence[TransferGroup]]) -> Hops:
-    """Group numbers count through all sections in order."""
-    hops, turns = _Hops(fleet.ranks_per_node), _Sections(shape, fleet)
-    nodes = sorted({rank // fleet.ranks_per_node for rank in turns.receivers.tolist()})
-    starts, total = turns.place(sections)
-    number = 0
-    for name, groups in sections.items():
-        keys, layers, experts, within, parts = turns.instances(name)
-        for group in groups:
-            base = starts[layers + 1] + turns.unit_start[name, group.unit]
-            position = base + within * (turns.unit_size[name, group.unit] if name == "expert" else 0)
-            for part in np.unique(parts).tolist():
-                chosen = np.flatnonzero(parts == part)
-                instances = (layers[chosen], experts[chosen], position[chosen])
-                holders = turns.holders(name, group.sources)[keys[chosen]]
-                keepers = turns.keepers(name, group.destinations, part)
-                for node, ranks in _by_node(keepers, fleet.ranks_per_node).items():
-                    turn = layers[chosen] + turns.local_expert(experts[chosen]) + number + nodes.index(node)
-                    hops.add(number, instances, holders, ranks, turn)
-            number += 1
-    lanes = -(-min(fleet.ranks_per_node, fleet.receivers) * fleet.parallel.pipeline // fleet.trainers)
-    offsets = _offsets(turns.receivers.tolist(), fleet.world, fleet.ranks_per_node, starts, total, lanes=lanes)
-    return hops.finish(offsets, total)
-
-
-class _Sections:
-    """Who holds and who keeps, for each section of a table."""
-
-    def __init__(self, shape: ModelShape, fleet: Fleet) -> None:
-        layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
-        stage, tensor = (np.array([getattr(at, axis).rank for at in layouts]) for axis in ("pp", "tp"))
-        ep, etp = (np.array([getattr(at, axis).rank for at in layouts]) for axis in ("ep", "etp"))
-        last = fleet.parallel.pipeline - 1
-        self._fleet, self._shape = fleet, shape
-        self._stage_of_layer = np.zeros(shape.layers, dtype=np.int64)
-        for at in layouts:
-            for layers in stage_layers(shape.layers, at):
-                self._stage_of_layer[layers.start : layers.stop] = at.pp.rank
-        is_tied = shape.tied and last > 0
-        embedding = np.where(
-            stage == 0, tensor, np.where(is_tied & (stage == last), fleet.parallel.tensor + tensor, -1)
-        )
-        zeros = np.zeros_like(stage)
-        # section -> (key of the instances a rank holds, its coordinate) of each trainer
-        self._trainers = {
-            "embedding": (zeros, embedding),
-            "dense": (stage, tensor),
-            "layer": (stage, tensor),
-            "expert": (stage * fleet.parallel.expert + ep, etp),
-            "head": (zeros, np.where(stage == last, tensor, -1)),
-        }
-        self.receivers = fleet.first_receiver + np.arange(fleet.receivers)
-        engines = [fleet.engine_layout(rank) for rank in self.receivers.tolist()]
-        self._engine_tp, self._engine_ep, self._engine_etp = (
-            np.array([getattr(at, axis).rank for at in engines]) for axis in ("tp", "ep", "etp")
-        )
-        self._parts = engines[0].ep.size
-        self.unit_start: dict[tuple[str, int], int] = {}
-        self.unit_size: dict[tuple[str, int], int] = {}
-        self._holders: dict[tuple[str, tuple[int, ...]], Ints] = {}
-
-    def local_expert(self, expert: Ints) -> Ints:
-        return np.maximum(expert, 0) % max(1, self._shape.experts // self._fleet.parallel.expert)
-
-    def instances(self, section: str) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Of every repetition of a section: key, layer, expert, its place among the layer's experts, engine's part."""
-        shape, leading = self._shape, self._shape.dense_layers
-        numbers = {"embedding": [EMBEDDING], "head": [shape.layers], "dense": range(leading)}
-        layers = np.array(numbers.get(section, range(leading, shape.layers)), dtype=np.int64)
-        zeros = np.zeros_like(layers)
-        if section in ("embedding", "head"):
-            return zeros, layers, zeros - 1, zeros, zeros
-        stages = self._stage_of_layer[layers]
-        if section != "expert":
-            return stages, layers, zeros - 1, zeros, zeros
-        ranks, each = self._fleet.parallel.expert, shape.experts // self._fleet.parallel.expert
-        expert = np.tile(np.arange(shape.experts), len(layers))
-        # one expert of each expert-parallel rank after another, so that all of them send
-        place = expert % each * ranks + expert // each
-        keys = np.repeat(stages * ranks, shape.experts) + expert // each
-        return keys, np.repeat(layers, shape.experts), expert, place, expert // (shape.experts // self._parts)
-
-    def holders(self, section: str, coordinates: tuple[int, ...]) -> Ints:
-        """[keys, holders]"""
-        if (section, coordinates) not in self._holders:
-            keys, at = self._trainers[section]
-            able = np.isin(at, coordinates)
-            ranks = [np.flatnonzero(able & (keys == key)) for key in range(int(keys.max()) + 1)]
-            self._holders[section, coordinates] = np.stack(ranks)
-        return self._holders[section, coordinates]
-
-    def keepers(self, section: str, coordinates: tuple[int, ...], part: int) -> list[int]:
-        is_kept = np.isin(self._engine_tp, coordinates)
-        if section == "expert":
-            is_kept = np.isin(self._engine_etp, coordinates) & (self._engine_ep == part)
-        return self.receivers[is_kept].tolist()
-
-    def place(self, sections: Mapping[str, Sequence[TransferGroup]]) -> tuple[Ints, int]:
-        """Units one after another: ([layers + 2] where each layer begins, from the embedding on, and the total)."""
-        sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)
-        ends: dict[str, int] = {}
-        for name, groups in sections.items():
-            begin = ends.get("layer", 0) if name == "expert" else 0
-            units: dict[int, int] = {}
-            for group in groups:
-                units[group.unit] = units.get(group.unit, 0) + group.numel * len(group.destinations)
-            repeated = self._shape.experts if name == "expert" else 1
-            for unit, size in units.items():
-                self.unit_start[name, unit], self.unit_size[name, unit] = begin, size
-                begin += size * repeated
-            ends[name] = begin
-            layers = np.unique(self.instances(name)[1])
-            sizes[layers + 1] = begin
-        return np.cumsum(sizes) - sizes, int(sizes.sum())
-
-
-def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank // ranks_per_node, []).append(rank)
-    return nodes
-
-
-def _offsets(
-    receivers: Sequence[int], world: int, ranks_per_node: int, starts: Ints, total: int, *, lanes: int
-) -> Ints:
-    """[world] Where each receiver begins: at layers that lie evenly apart, one node after another.
-
-    `lanes`: ranks of one node begin in so many places, where a node has more ranks than a pipeline stage.
-    """
-    offsets = np.zeros(world, dtype=np.int64)
-    nodes = _by_node(receivers, ranks_per_node)
-    for number, ranks in enumerate(nodes.values()):
-        for index, rank in enumerate(ranks):
-            lane = number * lanes + index * lanes // len(ranks)
-            even = total * lane // (len(nodes) * lanes)
-            offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
-    return offsets
+def _joined(parts: list[tuple[Ints, ...]], column: int) -> Ints:
+    return np.concatenate([part[column] for part in parts])
