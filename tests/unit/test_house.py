@@ -1,7 +1,7 @@
 """The house rules that a machine can check: rows, import circles, bans, sizes. Also run before every commit.
 
-Each gate is a function of source texts that returns the violations. It is run on the package, and on a small source that
-breaks it: a gate that nothing fails would guard nothing.
+Each gate is a function of source texts that returns the violations. It is run on the package, and on a small source
+that breaks it: a gate that nothing fails would guard nothing.
 """
 
 from __future__ import annotations
@@ -114,10 +114,12 @@ def deep_inheritance(sources: Sources) -> list[str]:
 
 def import_circles(sources: Sources) -> list[str]:
     """Files that import one another, whether at their top or inside functions."""
-    files = {
-        ("megarl/" + path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources
-    }
-    graph = {name: _imports(sources[path]) & files.keys() - {name} for name, path in files.items()}
+
+    def module(path: str) -> str:
+        return f"megarl/{path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    modules = {module(path): text for path, text in sources.items()}
+    graph = {name: _imports(text) & modules.keys() - {name} for name, text in modules.items()}
     circles = {frozenset((name, *_between(graph, name))) for name in graph if name in _reachable(graph, name)}
     return [" <-> ".join(sorted(circle)) for circle in circles]
 
@@ -175,9 +177,14 @@ GATES: tuple[tuple[Callable[[Sources], list[str]], Sources], ...] = (  # gate, a
 
 
 @pytest.mark.parametrize(("gate", "broken"), GATES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_gate_holds_for_the_package_and_can_fail(gate: Callable[[Sources], list[str]], broken: Sources) -> None:
+def test_a_gate_can_fail(gate: Callable[[Sources], list[str]], broken: Sources) -> None:
     assert gate(broken), "this gate guards nothing"
-    assert not gate(SOURCES), "\n".join(gate(SOURCES))
+
+
+@pytest.mark.parametrize("gate", dict.fromkeys(gate for gate, _ in GATES), ids=lambda gate: gate.__name__)
+def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
+    violations = gate(SOURCES)
+    assert not violations, "\n".join(violations)
 
 
 def test_gates_let_pass_what_is_allowed() -> None:
