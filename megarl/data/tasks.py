@@ -90,11 +90,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=3)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"there are {len(DATASETS)}, such as chain_sum and countdown"
-        )
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)} others, such as chain_sum"
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {hint}")
     try:
         dataset = reasoning_gym.create_dataset(name, **({"seed": 0} | task.options))

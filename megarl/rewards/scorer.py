@@ -35,11 +35,7 @@ def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: D
 
     Raises ValueError if a reward cannot be found or made.
     """
-    return Scorer(tuple(make_rewards(rewards, decode=decode or _no_tokenizer, timeout_s=timeout_s)), decode)
-
-
-def _no_tokenizer(tokens: Sequence[int]) -> str:
-    raise ValueError("no tokenizer was given")
+    return Scorer(tuple(make_rewards(rewards, decode=decode, timeout_s=timeout_s)), decode)
 
 
 @dataclass(frozen=True)
