@@ -25,8 +25,7 @@ __all__ = ["first_fit_decreasing", "microbatch_multiple", "partition", "plan_mic
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# the length at which attention costs as much as the matrix products of its layer: about 12 hidden sizes. Affects only
-# how well ranks are balanced
+# row length at which attention costs as much as the matrix products of a layer, about 12 hidden sizes
 ATTENTION_LENGTH = 24576
 
 

@@ -18,15 +18,11 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.schema import Reward
 
-__all__ = [
-    "BatchReward", "Decode", "Score", "ScoreError", "ScoreRequest", "Steps", "parse_options", "try_score",
-    "unknown_option",
-]  # fmt: skip
+__all__ = ["BatchReward", "Decode", "Score", "ScoreError", "ScoreRequest", "parse_options", "try_score"]
 
 log = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
-Steps = tuple[tuple[int, float], ...]  # (index into the response's tokens, reward of the step that ends there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,8 @@ class Score:
     value: float | None
     cause: str = ""
     detail: str = ""  # one sentence for the log
-    steps: Steps | None = None  # of a process reward: these are the reward, `value` is only their mean
+    # (index into the response's tokens, reward of the step that ends there); if set, `value` is only their mean
+    steps: tuple[tuple[int, float], ...] | None = None
 
 
 class ScoreError(Exception):
