@@ -113,7 +113,7 @@ class Scorer:
         if cause not in self.logged:
             self.logged.add(cause)
             log.warning(
-                "%s: prompt %d, sample %d %s: the reward %s (later cases are only counted)",
+                "%s: prompt %d, sample %d %s: %s (later cases are only counted)",
                 cause, sample.prompt_id, sample.index, effect, detail,
             )  # fmt: skip
 
