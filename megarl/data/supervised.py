@@ -1,4 +1,4 @@
-"""Prompts with reference answers as a batch: the answer (and the end after it) is what is learned."""
+"""Batches of prompts with reference answers, for supervised training on the answer and the end token after it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Examples"]
 
 @dataclass(frozen=True)
 class Examples:
-    """Called with prompts, gives their TrainBatch: mask True on the answer, all rewards 0.
+    """Makes the TrainBatch of prompts: mask True on the answers, all rewards 0.
 
     Raises ValueError for a prompt without an answer.
     """
 
     tokenizer: Tokenizer
-    temperature: float = 1.0  # of the distribution the answers are made likely under
+    temperature: float = 1.0  # of the distribution whose likelihood is maximised
 
     def __call__(self, prompts: Sequence[Prompt]) -> TrainBatch:
         groups = [Group(prompt, (self._example(prompt),)) for prompt in prompts]
