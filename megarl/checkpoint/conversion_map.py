@@ -2,15 +2,14 @@
 
     HF tensors --ShardSlice--> parameters <--ShardSlice-- tensors of the checkpoint
 
-A conversion moves pieces, ranges of one parameter's elements, from a Source to a Target. Either may be either format.
+A conversion moves parameters, one by one, from a Source to a Target. Either may be either format.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,53 +17,35 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.hf_folder import take_rows
 from megarl.models.shards import ShardSlice
 from megarl.weights.checksum import positional_checksum
 
-__all__ = ["ConversionMap", "OutputFile", "Piece", "Source", "StoredTensors", "Target", "is_contiguous"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [first, first + numel) of parameter `param`: what is in memory at once."""
-
-    param: str
-    first: int
-    numel: int
+__all__ = ["ConversionMap", "OutputFile", "Source", "StoredTensors", "Target"]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
     name: str
-    pieces: tuple[Piece, ...]
+    params: tuple[str, ...]
     nbytes: int
 
 
 class Source(Protocol):
-    """Parameters, read piece by piece. Several threads may read at once."""
-
     def dtype(self, param: str) -> torch.dtype: ...
 
-    def stops(self, stored: ShardSlice) -> Iterable[int]:
-        """Rows at which the slice of a checkpoint tensor may be divided into pieces."""
-        ...
-
-    def read(self, piece: Piece) -> Tensor:
-        """[piece.numel]; rows that pad the vocabulary are zero. Raises ValueError naming what cannot be read."""
+    def read(self, param: str) -> Tensor:
+        """All elements, [n]; padding rows of the vocabulary are zero. Thread-safe. Raises ValueError naming a tensor."""
         ...
 
 
 class Target(Protocol):
-    """Files, each written by one call."""
+    files: list[OutputFile]
 
-    files: Sequence[OutputFile]
-
-    def write(self, folder: Path, file: OutputFile, pieces: Iterator[tuple[Piece, Tensor]]) -> Any:
-        """Write and flush the file, from its pieces in order. Returns what `finish` needs, picklable."""
+    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> Any:
+        """Write a file from its parameters, in order, and flush it. Returns what `finish` needs of it, picklable."""
         ...
 
-    def finish(self, folder: Path, results: Iterable[Any]) -> None:
+    def finish(self, folder: Path, results: list[Any]) -> None:
         """Write what describes the files."""
         ...
 
@@ -101,66 +82,22 @@ class ConversionMap:
             elements[box.name] += box.numel
         assert by_param.keys() == stored.slices.keys(), f"{sorted(by_param.keys() ^ stored.slices.keys())[:4]}"
         for name, shape in hf_shapes.items():
-            assert elements[name] == prod(shape), (
-                f"{name}: {elements[name]} of {prod(shape)} elements lie in parameters"
-            )
-        for param, parts in stored.slices.items():
-            filled, size = (sum(box.numel for box in boxes) for boxes in (by_param[param], parts))
-            is_padded = parts[0].name in stored.padded
+            assert elements[name] == prod(shape), f"{name}: {elements[name]} of {prod(shape)} elements have a parameter"
+        for param, stored_slices in stored.slices.items():
+            filled, size = (sum(box.numel for box in boxes) for boxes in (by_param[param], stored_slices))
+            is_padded = stored_slices[0].name in stored.padded
             assert filled == size or (filled < size and is_padded), f"{param}: {filled} of {size} elements"
         return cls(hf_shapes, by_param, stored)
 
-    def pieces(self, param: str, source: Source, *, parts: int = 1) -> Iterator[Piece]:
-        """The parameter, divided where the source allows, and into `parts` equal ones.
+    def numel(self, param: str) -> int:
+        return sum(box.numel for box in self.stored.slices[param])
 
-        A parameter that HF tensors are transposed or interleaved in is one piece.
-        """
-        stored = self.stored.slices[param]
-        if not all(is_contiguous(box) for box in self.hf_slices[param]):
-            yield Piece(param, 0, sum(box.numel for box in stored))
-            return
-        for box in stored:
-            rows = next((size for size in box.shape if size != 1), 1)
-            part, row = -(-rows // parts), box.numel // rows
-            stops = sorted({0, rows, *range(part, rows, part), *source.stops(box)})
-            for begin, end in pairwise(stops):
-                yield Piece(param, box.offset + begin * row, (end - begin) * row)
-
-    def hf_parts(self, piece: Piece) -> list[ShardSlice]:
-        """What of HF tensors lies in the piece; offsets count from its first element."""
-        return _clip(self.hf_slices[piece.param], piece)
-
-    def stored_parts(self, piece: Piece) -> list[ShardSlice]:
-        """What of checkpoint tensors lies in the piece."""
-        return _clip(self.stored.slices[piece.param], piece)
-
-    def checksums(self, piece: Piece, flat: Tensor) -> Counter[str]:
-        """HF tensor -> checksum of its elements in the piece; those of all pieces add up (mod 2^64) to the tensor's."""
+    def checksums(self, param: str, flat: Tensor) -> Counter[str]:
+        """HF tensor -> checksum of its elements in the parameter; those of all parameters add up to the tensor's."""
         sums: Counter[str] = Counter()
-        for box in self.hf_parts(piece):
+        for box in self.hf_slices[param]:
             part, start = flat.as_strided(box.shape, box.strides, box.offset), box.start
             if len(start) > len(self.hf_shapes[box.name]):  # pairs in the last dim
                 part, start = part.flatten(-2), (*start[:-2], 2 * start[-2])
             sums[box.name] += int(positional_checksum(part, start))
         return sums
-
-
-def is_contiguous(box: ShardSlice) -> bool:
-    """Whether its elements follow each other in the parameter, too."""
-    return all(
-        size == 1 or stride == prod(box.shape[axis + 1 :])
-        for axis, (size, stride) in enumerate(zip(box.shape, box.strides, strict=True))
-    )
-
-
-def _clip(boxes: Iterable[ShardSlice], piece: Piece) -> list[ShardSlice]:
-    parts = []
-    for box in boxes:
-        rows, row = next(((n, s) for n, s in zip(box.shape, box.strides, strict=True) if n != 1), (1, 1))
-        begin = max(0, -(-(piece.first - box.offset) // row))
-        end = min(rows, -(-(piece.first + piece.numel - box.offset) // row))
-        if begin < end:
-            part = take_rows(box, begin, end) if end - begin < rows else box
-            assert part.offset >= piece.first, f"{piece} divides a row of {box.name}"
-            parts.append(replace(part, offset=part.offset - piece.first))
-    return parts

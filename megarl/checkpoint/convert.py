@@ -9,8 +9,6 @@ reader would open it. In memory: a few pieces of at most 16 MiB (or the chunks t
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import pickle
 import shutil
@@ -22,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Piece, Source, Target
@@ -52,7 +49,7 @@ class Conversion:
     source_folder: Path
     target: Target
     origin: Path  # config and tokenizer are copied from here
-    identity: Mapping[str, Any]  # JSON values that an interrupted conversion must share to be continued
+    identity: str  # an interrupted conversion of another identity is not continued
     progress: Callable[[str, int], None]  # "write" or "verify", and bytes more of it
 
     def run(self, folder: Path) -> Converted:
@@ -63,8 +60,8 @@ class Conversion:
         if folder.exists():
             raise ValueError(f"{folder} exists; remove it, or name another folder")
         files, staging = self.target.files, folder.with_name(f".{folder.name}.part")
-        with _claimed(staging, self.identity), _reader_threads() as readers:
-            records = _load_records(staging, files)
+        records = _resume(staging, self.identity)
+        with ThreadPoolExecutor(READERS) as readers:
             resumed = sum(file.nbytes for file in files if file.name in records)
             self.progress("write", resumed)
             missing = [file for file in files if file.name not in records]
@@ -120,8 +117,8 @@ class Conversion:
         path = staging / file.name
         with _disk_errors(path, lambda: self._tensor(current)):
             result = self.target.write(staging, file, pieces())
-            record = {"checksums": checksums, "result": result, "size": path.stat().st_size}
-            write_atomic(_record_of(path), pickle.dumps(record))
+            record = {"checksums": checksums, "result": result}
+            write_atomic(staging / RECORDS / f"{file.name}.pickle", pickle.dumps(record))
         return record
 
     def _read(self, piece: Piece) -> tuple[Tensor, Counter[str]]:
@@ -156,52 +153,15 @@ class Conversion:
         )
 
 
-@contextmanager
-def _claimed(staging: Path, identity: Mapping[str, Any]) -> Iterator[None]:
-    """Hold `staging` alone; it keeps what an earlier conversion of the same identity left, else it is emptied."""
-    staging.mkdir(parents=True, exist_ok=True)
-    handle = os.open(staging, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{staging} is being written by another conversion; wait for it, or stop it") from None
-        known, text = staging / RECORDS / "identity.json", json.dumps(identity, sort_keys=True)
-        if not known.is_file() or known.read_text() != text:
-            for path in staging.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            known.parent.mkdir()
-            write_atomic(known, text)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _record_of(file: Path) -> Path:
-    return file.parent / RECORDS / f"{file.name}.pickle"
-
-
-def _load_records(staging: Path, files: Sequence[OutputFile]) -> dict[str, dict[str, Any]]:
-    """Of the files that are complete."""
-    records = {}
-    for path in (staging / file.name for file in files):
-        if _record_of(path).is_file() and path.is_file():
-            record = pickle.loads(_record_of(path).read_bytes())
-            if record["size"] == path.stat().st_size:
-                records[path.name] = record
-    return records
-
-
-@contextmanager
-def _reader_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read, in place of torch's own."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(READERS) as readers:
-            yield readers
-    finally:
-        torch.set_num_threads(count)
+def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
+    """Records of the files that an interrupted conversion of the same identity completed; else an empty folder."""
+    known = staging / RECORDS / "identity"
+    if not known.is_file() or known.read_text() != identity:
+        shutil.rmtree(staging, ignore_errors=True)
+        known.parent.mkdir(parents=True)
+        write_atomic(known, identity)
+    records = {path.stem: pickle.loads(path.read_bytes()) for path in known.parent.glob("*.pickle")}
+    return {name: record for name, record in records.items() if (staging / name).is_file()}
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[Piece], Any], pieces: Sequence[Piece]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ __all__ = [
     "copy_model_files",
     "file_names",
     "lead_axis",
+    "num_rows",
     "row_blocks",
     "split_by_size",
     "take_rows",
@@ -150,22 +151,20 @@ def take_rows(box: ShardSlice, begin: int, end: int) -> ShardSlice:
 
 
 def row_blocks(box: ShardSlice, item_bytes: int) -> Iterator[ShardSlice]:
-    """The box in blocks of rows of at most BLOCK_BYTES, or of one row."""
-    rows = box.shape[lead_axis(box.shape)] if box.shape else 1
-    step = max(1, rows * BLOCK_BYTES // max(1, box.numel * item_bytes))
-    if rows <= step:
-        yield box
-        return
+    """The slice in blocks of rows of at most BLOCK_BYTES, or of one row."""
+    rows = num_rows(box.shape)
+    step = max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
     for begin in range(0, rows, step):
         yield take_rows(box, begin, min(begin + step, rows))
 
 
-def split_by_size(items: Iterable[tuple[Item, int]], limit: int) -> list[list[Item]]:
-    """Consecutive groups of (item, size) whose sizes add up to at most `limit`; a larger item is alone."""
+def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
+    """Consecutive groups whose sizes add up to at most `limit`; a larger item is alone."""
     groups: list[list[Item]] = []
-    filled = limit + 1
-    for item, size in items:
-        if filled + size > limit:
+    filled = limit
+    for item in items:
+        size = size_of(item)
+        if not groups or filled + size > limit:
             groups.append([])
             filled = 0
         groups[-1].append(item)
@@ -195,8 +194,12 @@ def copy_model_files(source: Path, folder: Path) -> None:
 
 
 def lead_axis(shape: Sequence[int]) -> int:
-    """The first dim of a size other than 1."""
+    """The first dim of a size other than 1: the one that rows are counted along."""
     return next((axis for axis, size in enumerate(shape) if size != 1), 0)
+
+
+def num_rows(shape: Sequence[int]) -> int:
+    return shape[lead_axis(shape)]
 
 
 def _position(start: Sequence[int], full: Sequence[int]) -> int:

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -49,32 +50,24 @@ def stored_tensors(model: nn.Module) -> StoredTensors:
     """What Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
     shapes, padded, objects = {}, set(), []
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, entry in cast(Any, model).sharded_state_dict().items():
-        if isinstance(entry, ShardedObject):
-            objects.append(entry.unique_key)
-            continue
+    tensors, sharded = (
+        dict(model.named_parameters()) | dict(model.named_buffers()),
+        cast(Any, model).sharded_state_dict(),
+    )
+    apply_factories(sharded)  # gate and up of a fused linear are stored separately
+    for name, entry in sharded.items():
         param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
-        for shard in _shards(entry):
+        for shard in nested_values({name: entry}):
+            if isinstance(shard, ShardedObject):
+                objects.append(shard.unique_key)
+                continue
             shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
             offset = shard.data.storage_offset() - tensors[name].storage_offset()
             strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
             slices[param].append(ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides))
             shapes[shard.key] = tuple(shard.global_shape)
-            if shard.allow_shape_mismatch:
-                padded.add(shard.key)
-    for boxes in slices.values():
-        boxes.sort(key=lambda box: box.offset)
+            padded |= {shard.key} if shard.allow_shape_mismatch else set()
     return StoredTensors(slices, shapes, frozenset(padded), objects)
-
-
-def _shards(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """A factory's own tensors: gate and up of a fused linear."""
-    built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-    shards = built.values() if isinstance(built, dict) else built if isinstance(built, list) else [built]
-    for shard in shards:
-        assert isinstance(shard, ShardedTensor) and shard.data is not None and shard.data.is_contiguous()
-        yield shard
 
 
 class MegatronFolder:
@@ -135,14 +128,11 @@ class MegatronFolder:
         """Of the layer or expert of a slice of a checkpoint tensor."""
         return self._chunks[box.name, box.start[: self._num_stacked[box.name]]]
 
-    def read(self, box: ShardSlice, *, may_be_short: bool) -> Tensor:
-        """Elements [start, start + shape) of tensor `box.name`; zeros where a tensor that may be short has no rows."""
+    def read(self, box: ShardSlice) -> Tensor:
+        """Elements [start, start + shape) of tensor `box.name`, in that shape; zeros where it has no rows."""
         tensor = torch.zeros(box.shape, dtype=self.tensors[box.name].properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, self.chunks(box), [wanted])
-        elements = sum(prod(item.lengths) for item in items)
-        if elements != box.numel and not may_be_short:
-            raise ValueError(f"{self._folder}: {box.name} has {elements} of {box.numel} elements at {box.start}")
         try:
             self._reader.read_data(LoadPlan(items), _IntoTensor(tensor))
         except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
@@ -178,13 +168,12 @@ class MegatronSource:
         return (row for row in rows if 0 < row < stored.shape[axis])
 
     def read(self, piece: Piece) -> Tensor:
-        padded = self._map.stored.padded
-        parts = [self._folder.read(box, may_be_short=box.name in padded) for box in self._map.stored_parts(piece)]
-        return parts[0].view(-1) if len(parts) == 1 else torch.cat([part.view(-1) for part in parts])
+        parts = [self._folder.read(box).view(-1) for box in self._map.stored_parts(piece)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class MegatronTarget:
-    """A chunk for each slice of a piece. `file_of` assigns parameters to files, which are divided at `file_bytes`."""
+    """A file for each value of `file_of(param)`, or several of at most `file_bytes`; a chunk for each slice of a piece."""
 
     def __init__(
         self,
@@ -196,29 +185,20 @@ class MegatronTarget:
         tensor_parallel: int,
     ) -> None:
         self._map = conversion_map
-        by_file: dict[Hashable, list[tuple[Piece, int]]] = {}  # with its bytes
         self._dtypes: dict[str, torch.dtype] = {}  # by key
+        by_file: dict[Hashable, list[Piece]] = {}
         for param, boxes in conversion_map.stored.slices.items():
-            dtype, key = source.dtype(param), boxes[0].name
-            if self._dtypes.setdefault(key, dtype) != dtype:
-                raise ValueError(
-                    f"{param} is {dtype}, but Megatron keeps it in {key} with parameters of {self._dtypes[key]}; "
-                    "convert them to one dtype"
-                )
-            for piece in conversion_map.pieces(param, source, parts=tensor_parallel):
-                by_file.setdefault(file_of(param), []).append((piece, piece.numel * dtype.itemsize))
-        self.files: list[OutputFile] = []
-        for pieces in by_file.values():
-            for group in split_by_size(pieces, file_bytes):
-                name = f"__{len(self.files)}_0.distcp"  # as torch names the file of a rank
-                self.files.append(OutputFile(name, tuple(group), sum(map(dict(pieces).__getitem__, group))))
-        self._plans = [SavePlan([self._item(box) for piece in file.pieces for box in self._chunks(piece)])
-                       for file in self.files]  # fmt: skip
+            self._dtypes[boxes[0].name] = source.dtype(param)
+            pieces = conversion_map.pieces(param, source, parts=tensor_parallel)
+            by_file.setdefault(file_of(param), []).extend(pieces)
+        groups = [group for pieces in by_file.values()
+                  for group in split_by_size(pieces, file_bytes, lambda piece: piece.nbytes)]  # fmt: skip
+        # as torch names the file of a rank
+        self.files = [OutputFile(f"__{number}_0.distcp", tuple(group)) for number, group in enumerate(groups)]
+        self._plans = [SavePlan([self._item(box) for piece in group for box in conversion_map.stored_parts(piece)])
+                       for group in groups]  # fmt: skip
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in conversion_map.stored.objects]
         self._plans[0].items.extend(objects)
-
-    def _chunks(self, piece: Piece) -> list[ShardSlice]:
-        return self._map.stored_parts(piece)
 
     def _item(self, box: ShardSlice) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
@@ -232,14 +212,13 @@ class MegatronTarget:
     def write(self, folder: Path, file: OutputFile, pieces: Iterator[tuple[Piece, Tensor]]) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
-        chunks = (
-            flat[box.offset :][: box.numel].view(box.shape) for piece, flat in pieces for box in self._chunks(piece)
-        )
+        chunks = (flat[box.offset :][: box.numel].view(box.shape)
+                  for piece, flat in pieces for box in self._map.stored_parts(piece))  # fmt: skip
         return writer.write_data(plan, _StreamedChunks(chunks)).wait()
 
-    def finish(self, folder: Path, results: Iterable[list[WriteResult]]) -> None:
+    def finish(self, folder: Path, results: list[list[WriteResult]]) -> None:
         _, metadata = create_default_global_save_plan(self._plans)
-        FileSystemWriter(folder).finish(metadata, list(results))
+        FileSystemWriter(folder).finish(metadata, results)
         torch.save({}, folder / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(folder))
 

@@ -58,10 +58,8 @@ def run_convert(
         options = {"file_of": file_of, "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
         made = MegatronTarget(conversion_map, opened, **options)
     weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
-    identity = {
-        "source": sorted([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights),
-        "folder": str(source.resolve()), "to": to, "sizes": str(sizes), "file_bytes": file_bytes,
-    }  # fmt: skip
+    stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
+    identity = repr((source.resolve(), stats, to, sizes, file_bytes))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(conversion_map, opened, source, made, origin, identity, progress).run(target)
     seconds = time.perf_counter() - began
