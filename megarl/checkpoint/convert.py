@@ -4,7 +4,8 @@
 
 A record is written once its file is complete and on disk, so a conversion that was killed continues after the last
 one. Every HF tensor's checksum is taken of the source as it is read, and again of the finished target, opened as any
-reader would open it. In memory: a few pieces of at most 16 MiB (or the chunks that Megatron saved), whatever the model.
+reader would open it. In memory: a few parameters of one rank alone (an expert's, a layer's, the
+embedding), whatever the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Piece, Source, Target
+from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, Target
 from megarl.checkpoint.hf_folder import copy_model_files
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
@@ -30,7 +31,7 @@ from megarl.types import CheckFailed
 __all__ = ["Conversion", "Converted"]
 
 READERS = 2  # threads
-AHEAD = 2 * READERS  # pieces that are read before they are written
+AHEAD = 2 * READERS  # parameters that are read before they are written
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"
 
 
@@ -94,53 +95,48 @@ class Conversion:
             if left < 0:
                 total = sum(file.nbytes for file in files)
                 raise CheckFailed(
-                    f"{staging / file.name}: no space left on the disk for {self._tensor(file.pieces[0])}: "
+                    f"{staging / file.name}: no space left on the disk for {self._tensor(file.params[0])}: "
                     f"{total} bytes are to be written, {free} are free"
                 )
 
-    def _tensor(self, piece: Piece) -> str:
-        return next((box.name for box in self.conversion_map.hf_parts(piece)), piece.param)
+    def _tensor(self, param: str) -> str:
+        return self.conversion_map.hf_slices[param][0].name
 
     def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
         """One file, from its first byte, and its record."""
         checksums: Counter[str] = Counter()
-        current = file.pieces[0]
+        current = file.params[0]
 
-        def pieces() -> Iterator[tuple[Piece, Tensor]]:
+        def params() -> Iterator[tuple[str, Tensor]]:
             nonlocal current
-            for piece, (flat, sums) in zip(file.pieces, _ahead(readers, self._read, file.pieces), strict=True):
-                current = piece
+            for current, (flat, sums) in zip(file.params, _ahead(readers, self._read, file.params), strict=True):
                 checksums.update(sums)
                 self.progress("write", flat.nbytes)
-                yield piece, flat
+                yield current, flat
 
         path = staging / file.name
         with _disk_errors(path, lambda: self._tensor(current)):
-            result = self.target.write(staging, file, pieces())
+            result = self.target.write(staging, file, params())
             record = {"checksums": checksums, "result": result}
             write_atomic(staging / RECORDS / f"{file.name}.pickle", pickle.dumps(record))
         return record
 
-    def _read(self, piece: Piece) -> tuple[Tensor, Counter[str]]:
-        flat = self.source.read(piece)
-        return flat, self.conversion_map.checksums(piece, flat)
+    def _read(self, param: str) -> tuple[Tensor, Counter[str]]:
+        flat = self.source.read(param)
+        return flat, self.conversion_map.checksums(param, flat)
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
         """What is wrong with the finished folder, naming tensors; "" if nothing is."""
-        pieces = [piece for file in self.target.files for piece in file.pieces]
 
-        def read(number: int) -> Counter[str]:
-            sums: Counter[str] = Counter()
-            for piece in pieces[number::READERS]:
-                flat = written.read(piece)
-                sums.update(self.conversion_map.checksums(piece, flat))
-                self.progress("verify", flat.nbytes)
-            return sums
+        def read(param: str) -> Counter[str]:
+            flat = written.read(param)
+            self.progress("verify", flat.nbytes)
+            return self.conversion_map.checksums(param, flat)
 
         found: Counter[str] = Counter()
         try:
             written = self.target.reopen(staging)
-            for sums in readers.map(read, range(READERS)):
+            for sums in readers.map(read, [param for file in self.target.files for param in file.params]):
                 found.update(sums)
         except ValueError as error:
             return f"what was written cannot be read back: {error}"
@@ -164,13 +160,13 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
     return {name: record for name, record in records.items() if (staging / name).is_file()}
 
 
-def _ahead(readers: ThreadPoolExecutor, read: Callable[[Piece], Any], pieces: Sequence[Piece]) -> Iterator[Any]:
-    """`read` of each piece, in order; the next ones are being read while one is used."""
+def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:
+    """`read` of each parameter, in order; the next ones are being read while one is used."""
     pending: deque[Future[Any]] = deque()
     try:
-        for number in range(len(pieces) + AHEAD):
-            if number < len(pieces):
-                pending.append(readers.submit(read, pieces[number]))
+        for number in range(len(params) + AHEAD):
+            if number < len(params):
+                pending.append(readers.submit(read, params[number]))
             if number >= AHEAD:
                 yield pending.popleft().result()
     finally:

@@ -27,14 +27,13 @@ __all__ = [
     "copy_model_files",
     "file_names",
     "lead_axis",
-    "num_rows",
     "row_blocks",
     "split_by_size",
-    "take_rows",
+    "view",
     "write_index",
 ]
 
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 32 << 20
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -74,15 +73,19 @@ class HfFolder:
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.tensors[name].dtype]
 
-    def read(self, box: ShardSlice) -> Tensor:
-        """Elements [start, start + shape) of tensor `box.name`, in the shape of the box.
+    def copy(self, box: ShardSlice, parameter: Tensor) -> None:
+        """Copy [start, start + shape) of tensor `box.name` to where it lies in `parameter`, block by block.
 
-        Reads whole rows of the first dim that the box does not take one element of: `take_rows` bounds the memory.
         Raises ValueError when the folder lacks the tensor, or it is smaller.
         """
-        tensor = self.tensors.get(box.name)
-        if tensor is None:
+        if box.name not in self.tensors:
             raise ValueError(f"{self.folder} has no tensor {box.name}; give a folder with all its *.safetensors files")
+        for block in row_blocks(box, parameter.itemsize):
+            view(parameter, block).copy_(self._read(block))
+
+    def _read(self, box: ShardSlice) -> Tensor:
+        """The elements, from whole rows along the slice's lead axis, which are consecutive in the file."""
+        tensor = self.tensors[box.name]
         start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
             least = tuple(first + n for first, n in zip(start, shape, strict=True))
@@ -97,7 +100,7 @@ class HfFolder:
                 raise ValueError(f"{tensor.file} ends within {box.name}: it was cut off while being read")
             memory, offset = memory[count:], offset + count
         inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
-        return rows[(slice(None), *inner)].reshape(box.shape) if shape else rows
+        return rows[(slice(None), *inner)].reshape(box.shape)
 
 
 class HfFile:
@@ -118,10 +121,11 @@ class HfFile:
         self._file = file.open("wb", buffering=0)
         self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
-    def write(self, box: ShardSlice, elements: Tensor) -> None:
-        """`elements` as [start, start + shape) of `box.name`, whose elements must be consecutive in the file."""
+    def write(self, box: ShardSlice, parameter: Tensor) -> None:
+        """Write what lies in `parameter` to [start, start + shape) of `box.name`, consecutive in the file."""
         full = self._shapes[box.name]
         start, shape = _without_pairs(box, len(full))
+        elements = view(parameter, box)
         assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
             f"{box} is scattered over a tensor of {full}"
         )
@@ -139,23 +143,19 @@ class HfFile:
             data, offset = data[count:], offset + count
 
 
-def take_rows(box: ShardSlice, begin: int, end: int) -> ShardSlice:
-    """Rows [begin, end) of the box, counted along the first dim in which it has several."""
-    lead = lead_axis(box.shape)
-    return replace(
-        box,
-        start=(*box.start[:lead], box.start[lead] + begin, *box.start[lead + 1 :]),
-        shape=(*box.shape[:lead], end - begin, *box.shape[lead + 1 :]),
-        offset=box.offset + begin * box.strides[lead],
-    )
-
-
-def row_blocks(box: ShardSlice, item_bytes: int) -> Iterator[ShardSlice]:
-    """The slice in blocks of rows of at most BLOCK_BYTES, or of one row."""
-    rows = num_rows(box.shape)
-    step = max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
-    for begin in range(0, rows, step):
-        yield take_rows(box, begin, min(begin + step, rows))
+def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[ShardSlice]:
+    """The slice in `parts` equal ones, each in blocks of rows of at most BLOCK_BYTES; a row is not divided."""
+    axis = lead_axis(box.shape)
+    rows = box.shape[axis]
+    part, limit = -(-rows // parts), max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
+    for begin in (first for start in range(0, rows, part) for first in range(start, min(start + part, rows), limit)):
+        count = min(limit, part - begin % part, rows - begin)
+        yield replace(
+            box,
+            start=(*box.start[:axis], box.start[axis] + begin, *box.start[axis + 1 :]),
+            shape=(*box.shape[:axis], count, *box.shape[axis + 1 :]),
+            offset=box.offset + begin * box.strides[axis],
+        )
 
 
 def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
@@ -193,13 +193,14 @@ def copy_model_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+def view(parameter: Tensor, box: ShardSlice) -> Tensor:
+    """Where the slice lies in a contiguous parameter."""
+    return parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
+
+
 def lead_axis(shape: Sequence[int]) -> int:
     """The first dim of a size other than 1: the one that rows are counted along."""
     return next((axis for axis, size in enumerate(shape) if size != 1), 0)
-
-
-def num_rows(shape: Sequence[int]) -> int:
-    return shape[lead_axis(shape)]
 
 
 def _position(start: Sequence[int], full: Sequence[int]) -> int:

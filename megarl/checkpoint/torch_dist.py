@@ -1,7 +1,7 @@
 """A Megatron distributed checkpoint (`torch_dist`) as source and as target of a conversion.
 
 Names and shapes are those of the module's own `sharded_state_dict`; files are read and written by
-torch.distributed.checkpoint, one piece in memory at a time. `megatron.core.dist_checkpointing.load` reads the result in
+torch.distributed.checkpoint, one parameter in memory at a time. `megatron.core.dist_checkpointing.load` reads the result in
 any layout, and what its `save` writes is read here.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Piece, Source, StoredTensors
-from megarl.checkpoint.hf_folder import lead_axis, split_by_size
+from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, StoredTensors
+from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
 from megarl.models.shards import ShardSlice
 
 __all__ = ["MegatronFolder", "MegatronSource", "MegatronTarget", "is_checkpoint", "stored_tensors"]
@@ -111,35 +111,24 @@ class MegatronFolder:
                     f"{self._folder / place.relative_path} has {size} bytes, {index.fqn} at {tuple(index.offset)} "
                     f"ends at {place.offset + place.length}: the file is cut off or missing"
                 )
-        self._index_chunks({box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes})
+        num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
+        for key, whole in ((key, self.tensors[key]) for key in num_stacked):
+            for chunk in whole.chunks:  # by layer or expert: torch looks through all that it is given
+                place = key, tuple(chunk.offsets[: num_stacked[key]])
+                empty = TensorStorageMetadata(whole.properties, whole.size, [])
+                self._chunks.setdefault(place, empty).chunks.append(chunk)
 
-    def _index_chunks(self, num_stacked: Mapping[str, int]) -> None:
-        """The chunks of each layer or expert of stacked tensors: torch looks through all that it is given."""
-        for key, axis in num_stacked.items():
-            whole = self.tensors[key]
-            for chunk in whole.chunks:
-                part = self._chunks.setdefault(
-                    (key, tuple(chunk.offsets[:axis])), TensorStorageMetadata(whole.properties, whole.size, [])
-                )
-                part.chunks.append(chunk)
-        self._num_stacked = num_stacked
-
-    def chunks(self, box: ShardSlice) -> TensorStorageMetadata:
-        """Of the layer or expert of a slice of a checkpoint tensor."""
-        return self._chunks[box.name, box.start[: self._num_stacked[box.name]]]
-
-    def read(self, box: ShardSlice) -> Tensor:
-        """Elements [start, start + shape) of tensor `box.name`, in that shape; zeros where it has no rows."""
-        tensor = torch.zeros(box.shape, dtype=self.tensors[box.name].properties.dtype)
+    def copy(self, box: ShardSlice, flat: Tensor) -> None:
+        """Copy the slice of tensor `box.name` to where it lies in the parameter `flat`. Rows that pad may be absent."""
+        chunks = self._chunks[box.name, box.start[: lead_axis(box.shape)]]
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-        items = create_read_items_for_chunk_list(box.name, self.chunks(box), [wanted])
+        items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
         try:
-            self._reader.read_data(LoadPlan(items), _IntoTensor(tensor))
+            self._reader.read_data(LoadPlan(items), _IntoTensor(view(flat, box)))
         except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
             places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
             files = ", ".join(str(self._folder / place) for place in sorted(places))
             raise ValueError(f"{files}: {box.name} at {box.start} cannot be read ({error!r}); copy it again") from error
-        return tensor
 
 
 class _IntoTensor(DefaultLoadPlanner):
@@ -161,19 +150,15 @@ class MegatronSource:
     def dtype(self, param: str) -> torch.dtype:
         return self._folder.tensors[self._map.stored.slices[param][0].name].properties.dtype
 
-    def stops(self, stored: ShardSlice) -> Iterable[int]:
-        """Where chunks begin, so that each is read once."""
-        axis = lead_axis(stored.shape)
-        rows = {chunk.offsets[axis] - stored.start[axis] for chunk in self._folder.chunks(stored).chunks}
-        return (row for row in rows if 0 < row < stored.shape[axis])
-
-    def read(self, piece: Piece) -> Tensor:
-        parts = [self._folder.read(box).view(-1) for box in self._map.stored_parts(piece)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def read(self, param: str) -> Tensor:
+        flat = torch.zeros(self._map.numel(param), dtype=self.dtype(param))
+        for box in self._map.stored.slices[param]:
+            self._folder.copy(box, flat)
+        return flat
 
 
 class MegatronTarget:
-    """A file for each value of `file_of(param)`, or several of at most `file_bytes`; a chunk for each slice of a piece."""
+    """A file for each value of `file_of(param)`, or several of at most `file_bytes`. Chunks do not cross tensor ranks."""
 
     def __init__(
         self,
@@ -185,35 +170,38 @@ class MegatronTarget:
         tensor_parallel: int,
     ) -> None:
         self._map = conversion_map
-        self._dtypes: dict[str, torch.dtype] = {}  # by key
-        by_file: dict[Hashable, list[Piece]] = {}
-        for param, boxes in conversion_map.stored.slices.items():
-            self._dtypes[boxes[0].name] = source.dtype(param)
-            pieces = conversion_map.pieces(param, source, parts=tensor_parallel)
-            by_file.setdefault(file_of(param), []).extend(pieces)
-        groups = [group for pieces in by_file.values()
-                  for group in split_by_size(pieces, file_bytes, lambda piece: piece.nbytes)]  # fmt: skip
-        # as torch names the file of a rank
-        self.files = [OutputFile(f"__{number}_0.distcp", tuple(group)) for number, group in enumerate(groups)]
-        self._plans = [SavePlan([self._item(box) for piece in group for box in conversion_map.stored_parts(piece)])
+        self._tensor_parallel = tensor_parallel
+        self._dtypes = {param: source.dtype(param) for param in conversion_map.stored.slices}
+        by_file: dict[Hashable, list[str]] = {}
+        for param in conversion_map.stored.slices:
+            by_file.setdefault(file_of(param), []).append(param)
+        groups = [group for params in by_file.values() for group in split_by_size(params, file_bytes, self._nbytes)]
+        self.files = [
+            OutputFile(f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group)))  # torch's name for a rank's
+            for number, group in enumerate(groups)
+        ]
+        self._plans = [SavePlan([self._item(box) for param in group for box in self._chunks(param)])
                        for group in groups]  # fmt: skip
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in conversion_map.stored.objects]
         self._plans[0].items.extend(objects)
 
+    def _nbytes(self, param: str) -> int:
+        return self._map.numel(param) * self._dtypes[param].itemsize
+
+    def _chunks(self, param: str) -> Iterator[ShardSlice]:
+        for box in self._map.stored.slices[param]:
+            yield from row_blocks(box, self._dtypes[param].itemsize, parts=self._tensor_parallel)
+
     def _item(self, box: ShardSlice) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-        properties, size = TensorProperties(self._dtypes[box.name]), torch.Size(self._map.stored.shapes[box.name])
-        return WriteItem(
-            MetadataIndex(box.name, box.start),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, size),
-        )
+        properties, size = TensorProperties(self._dtypes[box.param]), torch.Size(self._map.stored.shapes[box.name])
+        data = TensorWriteData(chunk, properties, size)
+        return WriteItem(MetadataIndex(box.name, box.start), WriteItemType.SHARD, tensor_data=data)
 
-    def write(self, folder: Path, file: OutputFile, pieces: Iterator[tuple[Piece, Tensor]]) -> list[WriteResult]:
+    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
-        chunks = (flat[box.offset :][: box.numel].view(box.shape)
-                  for piece, flat in pieces for box in self._map.stored_parts(piece))  # fmt: skip
+        chunks = (view(flat, box) for param, flat in params for box in self._chunks(param))
         return writer.write_data(plan, _StreamedChunks(chunks)).wait()
 
     def finish(self, folder: Path, results: list[list[WriteResult]]) -> None:
@@ -234,14 +222,13 @@ class _StreamedChunks(DefaultSavePlanner):
     def __init__(self, chunks: Iterator[Tensor]) -> None:
         super().__init__()
         self._chunks = chunks
-        self._previous: Tensor | None = None
+        self._previous = torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             empty = io.BytesIO()
             torch.save([None], empty)  # what Transformer Engine keeps of a layer that was never run
             return empty
-        if self._previous is not None:
-            self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
+        self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
         self._previous = next(self._chunks).clone()
         return self._previous

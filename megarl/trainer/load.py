@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.hf_folder import HfFolder, row_blocks
+from megarl.checkpoint.hf_folder import HfFolder, view
 from megarl.models.shards import ShardSlice
 
 __all__ = ["load_hf"]
@@ -36,16 +36,11 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
         _assert_covered(name, parameter, by_param[name])
         if name.endswith(_PADDED):
             parameter.zero_()
-        for box in (block for whole in by_param[name] for block in row_blocks(whole, parameter.itemsize)):
-            elements = source.read(box)
-            if elements.dtype not in _FLOATS:  # without its scales it would be another number
+        for box in by_param[name]:
+            if box.name in source.tensors and source.dtype(box.name) not in _FLOATS:  # it needs its scales
                 stored = source.tensors[box.name].dtype
                 raise ValueError(f"{folder}: {box.name} is {stored}, quantised; name a copy of it in bf16")
-            _view(parameter, box, parameter.storage_offset()).copy_(elements)
-
-
-def _view(tensor: Tensor, box: ShardSlice, origin: int = 0) -> Tensor:
-    return tensor.as_strided(box.shape, box.strides, origin + box.offset)
+            source.copy(box, parameter)
 
 
 def _assert_covered(name: str, parameter: Tensor, slices: list[ShardSlice]) -> None:
@@ -53,8 +48,8 @@ def _assert_covered(name: str, parameter: Tensor, slices: list[ShardSlice]) -> N
     assert parameter.is_contiguous(), f"{name} is not contiguous"
     count = torch.zeros(parameter.shape, dtype=torch.int8, device="cpu")
     for box in slices:
-        view = _view(count, box)
-        view += 1
+        part = view(count, box)
+        part += 1
     assert count.numel() == 0 or count.max() <= 1, f"{name}: an element comes from two slices"
     if not name.endswith(_PADDED):
         assert count.numel() == 0 or count.min() == 1, f"{name}: an element comes from no slice"

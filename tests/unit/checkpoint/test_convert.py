@@ -291,12 +291,12 @@ def test_another_source_starts_afresh(moe, tmp_path):
 def test_what_was_written_wrong_never_gets_its_name(moe, tmp_path, monkeypatch):
     write = MegatronTarget.write
 
-    def swapped(self, folder, file, pieces):
+    def swapped(self, folder, file, params):
         def changed():
-            for piece, flat in pieces:
-                if piece.param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
+            for param, flat in params:
+                if param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
                     flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()  # two rows swapped: plain sums agree
-                yield piece, flat
+                yield param, flat
 
         return write(self, folder, file, changed())
 
