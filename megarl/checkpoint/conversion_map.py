@@ -34,7 +34,7 @@ class Source(Protocol):
     def dtype(self, param: str) -> torch.dtype: ...
 
     def read(self, param: str) -> Tensor:
-        """All elements, [n]; padding rows of the vocabulary are zero. Thread-safe. Raises ValueError naming a tensor."""
+        """[numel]; rows that pad the vocabulary are zero. Thread-safe. Raises ValueError naming the tensor."""
         ...
 
 

@@ -13,7 +13,9 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["Sums", "differences", "manifest", "point", "prune", "staging", "steps", "sums", "sweep", "write_manifest"]
+from megarl.platform.atomic import write_atomic
+
+__all__ = ["Sums", "differences", "manifest", "prune", "staging", "steps", "sums", "sweep", "write_manifest"]
 
 MANIFEST = "manifest.json"
 
@@ -52,10 +54,7 @@ def sums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 def write_manifest(folder: Path, all_sums: Sums) -> None:
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(all_sums.items())}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump({"files": files}, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+    write_atomic(folder / MANIFEST, json.dumps({"files": files}, indent=1))
 
 
 def manifest(folder: Path) -> dict[str, tuple[int, str]]:
@@ -82,10 +81,3 @@ def differences(folder: Path, expected: Sums) -> list[str]:
         elif sums(folder, [name])[name][1] != digest:
             wrong.append(f"{name} is not what was written (checksum)")
     return wrong
-
-
-def point(file: Path, name: str) -> None:
-    """Make `file` say `name`, at once or not at all."""
-    begun = file.with_name(f".{file.name}")
-    begun.write_text(json.dumps(name) + "\n")
-    os.replace(begun, file)

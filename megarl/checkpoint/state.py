@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megarl.checkpoint import files
 from megarl.checkpoint.writer import Writing
+from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
@@ -132,7 +133,7 @@ class Checkpoints:
             final = self._folder / f"step_{step}"
             shutil.rmtree(final, ignore_errors=True)
             files.staging(self._folder, step).rename(final)
-            files.point(self._folder / "latest", final.name)
+            write_atomic(self._folder / "latest", f'"{final.name}"\n')
             files.prune(self._folder, self._keep)
         dist.barrier()
         self._saved = step

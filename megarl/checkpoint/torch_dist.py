@@ -1,8 +1,8 @@
 """A Megatron distributed checkpoint (`torch_dist`) as source and as target of a conversion.
 
 Names and shapes are those of the module's own `sharded_state_dict`; files are read and written by
-torch.distributed.checkpoint, one parameter in memory at a time. `megatron.core.dist_checkpointing.load` reads the result in
-any layout, and what its `save` writes is read here.
+torch.distributed.checkpoint, one parameter in memory at a time. `megatron.core.dist_checkpointing.load` reads the
+result in any layout, and what its `save` writes is read here.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MegatronSource:
 
 
 class MegatronTarget:
-    """A file for each value of `file_of(param)`, or several of at most `file_bytes`. Chunks do not cross tensor ranks."""
+    """A file for each value of `file_of(param)`, or several of at most `file_bytes`, in chunks for each tensor rank."""
 
     def __init__(
         self,
