@@ -32,13 +32,17 @@ log = logging.getLogger(__name__)
 def make_scorer(
     rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Callable[[Sequence[int]], str] | None = None
 ) -> Scorer:
-    """`timeout_s` is a rule's for one sample; `decode` makes text of a response's tokens, for process rewards.
+    """The scorer of a config's rewards.
+
+    Args:
+        timeout_s: Time limit of one rule on one sample.
+        decode: Text of a response's token ids. With it, `score` fills in `Sample.text`; process rewards need it.
 
     Raises ValueError when a reward cannot be found or made.
     """
     check_rewards(rewards)
     parts = tuple(_Weighted(reward.name, reward.weight, make_part(reward, decode or _no_text)) for reward in rewards)
-    return Scorer(parts, timeout_s)
+    return Scorer(parts, timeout_s, decode)
 
 
 def _no_text(tokens: Sequence[int]) -> str:
@@ -62,9 +66,13 @@ class Scorer:
 
     parts: tuple[_Weighted, ...]
     timeout_s: float  # of one rule and one sample
+    decode: Callable[[Sequence[int]], str] | None = None  # None: the samples' texts are used as they are
     seen: set[str] = field(default_factory=set)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        if self.decode is not None:
+            texts = [self.decode(sample.tokens[sample.trainable].tolist()) for sample in samples]
+            samples = [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         cases = [_case(by_id[sample.prompt_id], sample) for sample in samples]
         meanwhile = {part.name: _Meanwhile(part, cases) for part in self.parts if not part.is_local}

@@ -48,6 +48,12 @@ def test_weighted_sum_and_each_reward_by_name():
     assert done.reward == pytest.approx(1.0 + 0.5 - 2.0)
 
 
+def test_text_is_decoded_from_the_trainable_tokens():
+    scorer = make_scorer([Reward(name="accuracy")], decode=lambda tokens: "".join(map(str, tokens)))
+    done = scorer.score([replace(PROMPT, answer="568")], [sample(text="stale")])[0]
+    assert (done.text, done.reward) == ("568", 1.0)
+
+
 def test_a_function_takes_what_it_names():
     def reward(response, tokens, level, bonus=0.0):
         assert (response, tokens, level) == ("17", [5, 6, 8], 3)
