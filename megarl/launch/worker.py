@@ -23,7 +23,7 @@ from typing import TextIO
 from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
-from megarl.launch.current import current
+from megarl.launch.current import CurrentPhase
 from megarl.platform.env import Env, set_env
 
 __all__ = ["main", "run_rank"]
@@ -49,21 +49,21 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     # before torch and vLLM are imported: one engine core in this process, and its logging beside our own
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     ring: Callable[[str, int], None] = _nobody
+    phase = CurrentPhase()
     try:
-        from megarl.launch import build, check
         from megarl.launch.failure_watch import Alarm
 
         if env.has_launcher and not env.launched and env.num_nodes > 1:
             alarm = Alarm(env)
             alarm.watch(lambda said, code: _note_exit(folder, env, exit_codes.Failure(-1, code, said, "", time.time())))
             ring = alarm.ring
-        {"train": build.run, "eval": build.evaluate, "check": check.check}[command](config, env)
+        _command(config, command)(config, env, phase)
     except KeyboardInterrupt:
         _note_exit(folder, env, exit_codes.Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
         return exit_codes.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
         traceback.print_exc()
-        failure = exit_codes.record_failure(folder, env.rank, error, during=current())
+        failure = exit_codes.record_failure(folder, env.rank, error, during=phase.name)
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
         ring(failure.message, failure.code)
@@ -74,6 +74,21 @@ def run_rank(config: Config, env: Env, command: str = "train") -> int:
     if env.rank == 0 and not env.launched:
         exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
     return exit_codes.DONE
+
+
+def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhase], None]:
+    """Imports only what the command needs: SFT and `check` run without vLLM."""
+    if command == "check":
+        from megarl.launch.run_check import run_check
+
+        return run_check
+    if command == "train" and config.stage == "sft":
+        from megarl.launch.run_sft import run_sft
+
+        return run_sft
+    from megarl.launch.run_rl import run_eval, run_rl
+
+    return run_eval if command == "eval" else run_rl
 
 
 def _nobody(message: str, code: int) -> None:

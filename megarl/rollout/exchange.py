@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Exchange:
         member: Axis,  # of the replica's ranks this is which; the first one scores
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        span: Callable[[str], AbstractContextManager[None]] = nullcontext,  # times "reward"
     ) -> None:
         self._sampler = sampler
         self._rewards = rewards
@@ -48,6 +50,7 @@ class Exchange:
         self._member = member
         self._device = device
         self._group = group
+        self._span = span
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """All requests' samples, scored, sorted by (prompt, index).
@@ -69,7 +72,9 @@ class Exchange:
             digest = _digest(samples)
             if not self._member.first:
                 return pack([], digest)
-            return pack(self._rewards.score([request.prompt for request in mine], samples), digest)
+            with self._span("reward"):
+                samples = self._rewards.score([request.prompt for request in mine], samples)
+            return pack(samples, digest)
         except Exception as error:  # noqa: BLE001 (peers wait in the all-gather below: the error goes there)
             status = REFUSED if isinstance(error, CheckFailed) else BROKEN
             return _part([status, 0, 0, 0], [], str(error) if status == REFUSED else f"{type(error).__name__}: {error}")

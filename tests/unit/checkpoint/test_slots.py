@@ -18,7 +18,8 @@ from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
 from megarl.models.shape import ModelShape, read_model
 from megarl.trainer.megatron_config import transformer_config
-from megarl.trainer.model import build_model, destroy_parallel, init_parallel
+from megarl.trainer.model import build_model
+from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
 
 EXPERTS = {"experts": 4, "moe_intermediate": 16}
 MODELS = {
