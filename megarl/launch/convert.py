@@ -31,7 +31,8 @@ from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, rea
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.trainer.megatron_config import transformer_config
-from megarl.trainer.model import build_model, destroy_parallel, init_parallel
+from megarl.trainer.model import build_model
+from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
 
 __all__ = ["run_convert"]
 
