@@ -47,6 +47,20 @@ def test_updates_are_those_of_plain_torch_in_every_layout(found: dict[str, Any])
             assert norm == pytest.approx(true_norm, rel=tolerance), f"{name}, step {step}"
 
 
+def test_clipping_is_by_the_norm_of_the_whole_model(found: dict[str, Any]) -> None:
+    for case in found["clipping"]:
+        assert case["oracle"][0][1] > 1, "more than ten times the bound"
+        for step, tolerance in ((0, 1e-5), (1, 1e-4)):
+            assert case["steps"][step] == pytest.approx(case["oracle"][step], rel=tolerance, abs=1e-6), case["parallel"]
+        assert case["steps"][0][0] != pytest.approx(case["steps"][1][0], rel=1e-2), "the step shows"
+
+
+def test_the_routers_bias_follows_the_tokens_of_all_ranks(found: dict[str, Any]) -> None:
+    expected, moved = found["router_bias"][::2], found["router_bias"][1::2]
+    assert expected and all(any(step) for step in expected)
+    assert moved == [pytest.approx(steps, abs=1e-7) for steps in expected]
+
+
 def test_layouts_of_a_model_agree(found: dict[str, Any]) -> None:
     first: dict[str, Any] = {}
     for name, case in each(found):

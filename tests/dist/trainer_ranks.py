@@ -28,6 +28,7 @@ from megarl.layout import Layout
 from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
 from megarl.stages.sft import train_supervised
+from megarl.trainer.moe import BalancedRouter
 from megarl.types import TrainBatch
 
 WORLD = 4
@@ -58,8 +59,15 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
 
-def config_of(parallel: dict[str, int], algorithm: dict[str, Any] | None = None, **train: Any) -> Config:
-    return Config.model_validate({"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}})
+# Steps as large as the gradient, so that clipping shows in the weights: Adam's own do not depend on its scale.
+CLIPPED = {"eps": 0.1, "clip_grad": 0.05, "lr": 0.3, "betas": (0.7, 0.9), "weight_decay": 0.1}
+
+
+def config_of(
+    parallel: dict[str, int], algorithm: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    sections = {"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}, "moe": moe or {}}
+    return Config.model_validate(sections)
 
 
 class Bench:
@@ -123,13 +131,13 @@ def measure(
     The oracle of each model is asked once, by rank 0.
     """
     oracles: dict[str, Oracle] = {}
-    return [_measure(bench, model, parallel, oracles, look) for model, parallel in layouts]
+    return [_measure(bench, model, config_of(parallel), oracles, look) for model, parallel in layouts]
 
 
 def _measure(
-    bench: Bench, model: str, parallel: dict[str, int], oracles: dict[str, Oracle], look: Callable[[Policy], Any]
+    bench: Bench, model: str, config: Config, oracles: dict[str, Oracle], look: Callable[[Policy], Any]
 ) -> dict[str, Any]:
-    policy, batch = bench.policy(model, config_of(parallel)), random_batch(num_rows=8)
+    policy, batch = bench.policy(model, config), random_batch(num_rows=8)
     seen, scored = look(policy), policy.score(batch)
     if model not in oracles and dist.get_rank() == 0:
         oracles[model] = ask(load_model(bench.folder / model), scored, policy.config)
@@ -140,7 +148,7 @@ def _measure(
         return {}
     return {
         "model": model,
-        "parallel": parallel,
+        "parallel": {name: size for name, size in config.parallel.model_dump().items() if size > 1},
         "seen": seen,
         "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
         "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
@@ -148,6 +156,41 @@ def _measure(
         "oracle": oracles[model].steps,
         "replicas_differ": differ,
     }
+
+
+def check_clipping(bench: Bench) -> list[dict[str, Any]]:
+    """By the norm over the whole model, whichever part of it a rank has."""
+    cases: list[tuple[str, dict[str, int]]] = [
+        ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
+        ("qwen3_untied", {}),
+        ("qwen3_moe", {"expert": 2}),
+    ]
+    return [_measure(bench, model, config_of(parallel, **CLIPPED), {}, lambda _: None) for model, parallel in cases]
+
+
+def check_router_bias(bench: Bench) -> list[list[float]]:
+    """[what each router's bias should have moved by, what it did], from the tokens of all ranks."""
+    policy = bench.policy("glm4_moe", config_of({"expert": 2}, moe={"bias_update_rate": 0.01}))
+    routers = [module for module in policy.trainer.model[0].modules() if isinstance(module, BalancedRouter)]
+    counts = {router: torch.zeros_like(router.expert_bias) for router in routers}
+
+    def count(router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
+            counts[router] += outputs[1].sum(0)
+
+    for router in routers:
+        router.register_forward_hook(count)
+    before = [router.expert_bias.clone() for router in routers]
+    policy.update(policy.score(random_batch(num_rows=8)))
+    found = []
+    for router, bias in zip(routers, before, strict=True):
+        local = counts[router].clone()
+        dist.all_reduce(counts[router])
+        assert not torch.equal(local * WORLD, counts[router]), "each rank routed other tokens"
+        expected = 0.01 * (counts[router].mean() - counts[router]).sign()
+        found += [expected.tolist(), (router.expert_bias - bias).tolist()]
+    assert not replicas_differ(policy)
+    return found
 
 
 def check_microbatches(bench: Bench) -> dict[str, Any]:
@@ -294,6 +337,8 @@ def check_collectives(_bench: Bench) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "collectives": check_collectives,
     "layouts": check_layouts,
+    "clipping": check_clipping,
+    "router_bias": check_router_bias,
     "microbatches": check_microbatches,
     "bf16": check_bf16,
     "reference": check_reference,
