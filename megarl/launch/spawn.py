@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
@@ -116,17 +117,10 @@ class _Ranks:
             )
             args = [sys.executable, "-m", "megarl.launch.worker", str(self.folder / "config.yaml"), command]
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
+                out = None if rank == 0 else log
                 # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
-                self.processes.append(
-                    subprocess.Popen(
-                        args,
-                        env=environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=None if rank == 0 else log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+                options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": log}
+                self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
 
     def wait(self, is_stopped: Callable[[], bool]) -> Failure | None:
         """Wait until all ranks are done, one fails, or the user stops the job; returns None if all are done."""
