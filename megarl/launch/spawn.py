@@ -97,7 +97,7 @@ class _Ranks:
     """The child processes of a job."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was terminated
 
     def start(self, world: int, *, job_id: str, command: str) -> None:
@@ -176,7 +176,7 @@ class _Ranks:
             process.wait()
 
 
-def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_session(process: subprocess.Popen[Any], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
