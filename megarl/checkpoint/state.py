@@ -223,11 +223,12 @@ def _wrong(folder: Path) -> str:
 
 def _sharded_random() -> dict[str, ShardedObject]:
     """This rank's random generators; of use to the same rank of a world of the same size."""
+    megatron: Any = get_cuda_rng_tracker()
     state = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "megatron": megatron.get_states(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -238,7 +239,8 @@ def _set_random(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    megatron: Any = get_cuda_rng_tracker()
+    megatron.set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

@@ -124,9 +124,7 @@ def test_dtypes_that_megatron_cannot_keep_apart_are_refused(moe, tmp_path):
     os.system(f"cp -r {moe} {tmp_path / 'mixed'}")
     key = "model.layers.1.self_attn.k_proj.weight"
     edited(tmp_path / "mixed", lambda held: held.update({key: held[key].to(torch.bfloat16)}))
-    with pytest.raises(
-        ValueError, match=r"layers\.1\S+k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"):
         run(tmp_path / "mixed", tmp_path / "out", "megatron")
     assert not (tmp_path / "out").exists()
 
