@@ -141,19 +141,19 @@ class Checkpoints:
         source = self._find(resume)
         if source is None:
             return 0, self._now.state
-        kept: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
-        same_world = kept["world"] == dist.get_world_size()
+        common: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
+        same_world = common["world"] == dist.get_world_size()
         sharded = self._sharded(loading=True) | (_sharded_random() if same_world else {})
         loaded: Any = dist_checkpointing.load(sharded, str(source))
         for name, chunk in self._chunks():
             chunk.load_state_dict(loaded[name])
         _load_optimizer(self.trained.optimizer, loaded["optimizer"])
-        self.trained.scheduler.load_state_dict(kept["schedule"])
-        self.prompts.restore(kept["prompts"])
+        self.trained.scheduler.load_state_dict(common["schedule"])
+        self.prompts.restore(common["prompts"])
         if same_world:
             _set_random(loaded["random"])
-        state = ObjectiveState(**{**kept["state"], "reward_stats": tuple(kept["state"]["reward_stats"])})
-        self._now = _Boundary(int(kept["step"]), state, kept["prompts"])
+        state = ObjectiveState(**{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])})
+        self._now = _Boundary(int(common["step"]), state, common["prompts"])
         self._saved = self._now.step
         return self._now.step, state
 
