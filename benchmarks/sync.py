@@ -3,10 +3,10 @@
     setup: ranks are started once, each with its shards, an engine's memory and a Publisher     call: one sync, timed
 
 Both contenders run the same Publisher, with its checksums, over the same transport. The baseline does what most
-systems do, in its kindest form: every rank receives every tensor whole (planned, in buckets, no collective a tensor)
+systems do, in its kindest form: every rank receives every tensor whole (planned, in messages, no collective per tensor)
 and then copies the slices that its engine keeps. What is compared is what lies in the engines afterwards.
 
-What verification costs is shown by the same sync with nothing checked: no checksum of a bucket, nothing read back.
+What verification costs is shown by the same sync with nothing checked: no checksums of messages, nothing read back.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def held(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[S
 
 
 class _Ranks:
-    """Processes that wait for a word to sync, and end with this one."""
+    """Processes that sync when asked to, and end with this one."""
 
     def __init__(self, world: int, model: str, *, gather: bool, is_checked: bool) -> None:
         with socket.socket() as free:

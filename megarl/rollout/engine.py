@@ -3,7 +3,7 @@
     requests --token ids--> vLLM --token ids, log-probs of the distribution sampled from--> Samples
 
 No text in or out. Every rank of a replica submits the same requests in the same order; vLLM's external launcher
-keeps them in step. The engine starts with dummy weights: only a finished sync (receiver.py) lets it sample.
+keeps them in step. The engine starts with dummy weights: only a finished sync (weight_loader.py) lets it sample.
 """
 
 from __future__ import annotations
