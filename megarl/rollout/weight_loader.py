@@ -161,9 +161,9 @@ class LayerReceiver:
 
 def _process(layer: nn.Module, device: torch.device) -> None:
     """What vLLM does to a layer after loading: pack, shuffle, quantize."""
-    method: Any = getattr(layer, "quant_method", None)
-    if not isinstance(method, QuantizeMethodBase):
+    if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
         return
+    method: Any = layer.quant_method
     if hasattr(layer, PROCESSED):
         delattr(layer, PROCESSED)
     kernel = getattr(method, "moe_kernel", None)
