@@ -137,9 +137,9 @@ def plan_slices(
     """
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
-    _refuse_gaps("the trainer's ranks hold no complete", find_gaps(shapes, sources))
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
     destinations = [[by_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
+    _refuse_gaps("the trainer's ranks hold no complete", find_gaps(shapes, sources))
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for first in range(0, len(receivers), ranks_per_replica):
         ranks = receivers[first : first + ranks_per_replica]
