@@ -4,9 +4,9 @@ The checks that are worth having, each traced to a bug of another system, and wh
 
  1 two syncs in a row with changed weights         dist/test_sync.py check_model ("again", "stale")
  2 sleep, then generate without a sync             dist/test_sync.py check_model ("before"); gpu/test_gpu_roles.py
- 3 names expected are names loaded                 dist/test_sync.py test_faults ("missing tensor"), test_plan.py
+ 3 names expected are names loaded                 dist/test_sync.py test_faults, unit/weights/test_publish.py
  4 tied embeddings over the pipeline               dist/test_sync.py (qwen3, pp2), test_convert.py (qwen3)
- 5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/weights/test_mapping.py
+ 5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/models/test_shards.py
  6 grad norm with context parallelism, empty ranks dist/test_context.py, dist/test_trainer.py
  7 one batch in every layout                       dist/test_trainer.py
  8 temperature, top-p                              dist/test_sync.py (0.7 and greedy), unit/config/test_validate.py
@@ -15,7 +15,7 @@ The checks that are worth having, each traced to a bug of another system, and wh
 11 an engine killed in a sync                      here: test_a_dead_rank_is_named, dist/test_sync.py (dies)
 12 a tensor larger than a round, a round full      here: test_no_rank_moves_more_than_a_round_may_hold, test_plan.py
 13 the order of transfers on all ranks             here: test_ranks_agree_on_the_order
-14 padding of packed rows, for FP8 too             unit/actor/test_microbatch.py; gpu/test_gpu_roles.py
+14 padding of packed rows, for FP8 too             unit/trainer/test_microbatch.py; gpu/test_gpu_roles.py
 """
 
 from __future__ import annotations
