@@ -109,7 +109,7 @@ def view(memory: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
     return memory[part.param].as_strided(part.shape, part.strides, part.offset)
 
 
-def held(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
+def slices_of_rank(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
     padded = -(-shape.vocab // (8 * parallel.tensor)) * 8 * parallel.tensor
     return megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=padded)
 
@@ -151,14 +151,14 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     if not is_checked:
         execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
         memory_receiver.copy_and_verify = copy_unchecked
-    sources = [held(shape, trainer, world, r) for r in range(world)]
+    sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])
     full = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
     for part in sources[rank]:
         view(parameters, part).copy_(slice_of(full, part))
     slices = Parallel(tensor=tensor, expert_tensor=tensor)  # as vLLM: every rank keeps a slice of every expert
-    destinations = [held(shape, slices, tensor, r % tensor) for r in range(world)]
+    destinations = [slices_of_rank(shape, slices, tensor, r % tensor) for r in range(world)]
     engine = receiver = Memory(destinations[rank])
     if gather:
         whole = [ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()]
