@@ -13,7 +13,9 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
 from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, parse_model
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices, padded_vocab, parse_model
+from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
@@ -81,6 +83,43 @@ def test_the_engine_holds_the_trainers_weights(is_atomic):
     assert all(torch.equal(view(job.engine.memory, part), slice_of(job.full, part)) for part in job.engine.slices)
     job.publisher.publish(version=4)
     assert job.engine.begun == [True, False], "placement is checked in the first sync"
+
+
+def _unpaired(part: ShardSlice, shape: ModelShape) -> ShardSlice:
+    """As a loader is traced: the table sees the last dim of gate_up_proj as pairs."""
+    if len(part.shape) == len(hf_shapes(shape)[part.name]):
+        return part
+    *start, first, _ = part.start
+    *size, half, _ = part.shape
+    return replace(
+        part, start=(*start, 2 * first), shape=(*size, 2 * half), strides=(*part.strides[:-2], part.strides[-1])
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
+    """gpt-oss lets gate and up alternate; corrections of routers are fp32 among bf16 weights."""
+    create = Create.model_validate(SIZES | {"family": family, "experts": 4, "tied": False, "moe_intermediate": 32})
+    shape = parse_model(hf_config(create), "model.create")
+    weights = WeightFormat(hf_shapes(shape), torch.bfloat16, fp32_tensors(shape))
+    full = {name: torch.randn(size).to(weights.dtype_of(name)) for name, size in weights.shapes.items()}
+    slices = megatron_slices(shape, FLEET.trainer_layout(0), style="local", padded_vocab=PADDED)
+    parameters = room_for(slices, torch.bfloat16)
+    parameters |= room_for([part for part in slices if part.name in weights.fp32])
+    for part in slices:
+        paired = len(part.shape) > full[part.name].dim()
+        whole = full[part.name].unflatten(-1, (-1, 2)) if paired else full[part.name]
+        view(parameters, part).copy_(slice_of({part.name: whole}, part))
+    table = engine_slices(shape, FLEET.engine_layout(0))
+    engine = Memory(weights.moved_slices([_unpaired(part, shape) for part in table]), torch.bfloat16)
+    plan = plan_transfers(shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, style="local")
+    sender = WeightSender(slices, lambda: parameters)
+    publisher = Publisher.connect(plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table)
+    publisher.publish(version=1)
+    moved = {name: tensor.view(torch.bfloat16).view(torch.int16) for name, tensor in full.items()}
+    memory = {name: tensor.view(torch.int16) for name, tensor in engine.memory.items()}
+    assert weights.fp32 or family == "gpt_oss"
+    assert all(torch.equal(view(memory, part), slice_of(moved, part)) for part in engine.slices)
 
 
 def _rename(job: Job) -> None:
