@@ -104,7 +104,7 @@ def run_case(case: Case, *, rounds: int, progress: Callable[[str], None] = lambd
 
 
 def _run_contender(case: Case, contender: Contender, output: Path | None) -> dict[str, Any]:
-    """The report of a fresh process: {"seconds": {threads: median}, "peak_bytes", "figures", "versions"} or {"error"}."""
+    """A fresh process reports {"seconds": {threads: median}, "peak_bytes", "figures", "versions"} or {"error": why}."""
     request = {
         "function": contender.function,
         "arguments": {**case.arguments, **contender.arguments},
