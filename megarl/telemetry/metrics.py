@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
+
+from megarl.platform.atomic import write_atomic
 
 if TYPE_CHECKING:  # a report is drawn from the file without torch
     from megarl.types import Group, PublishReport, StepReport
@@ -94,9 +95,7 @@ class MetricsFile:
     def __init__(self, file: Path, *, start: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(file) if line["step"] < start] if start else []
-        staging = file.with_suffix(".tmp")
-        staging.write_text("".join(_line(values) for values in kept), encoding="utf-8")
-        os.replace(staging, file)
+        write_atomic(file, "".join(_line(values) for values in kept))
         self._out = file.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
