@@ -42,7 +42,8 @@ class RecordedSlices:
         sizes = np.bincount(
             [group.unit for group in self.groups], [group.numel * len(group.destinations) for group in self.groups], 1
         ).astype(np.int64)
-        self.layer_starts, self.total = np.cumsum(sizes) - sizes, max(1, int(sizes.sum()))
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.total = max(1, int(sizes.sum()))
 
     def instances(self, group: int) -> Instances:
         unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
@@ -66,7 +67,7 @@ class FleetTables:
 
     def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
         self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
-        self.receivers = range(fleet.first_receiver, fleet.first_receiver + fleet.receivers)
+        self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
         # where a node's ranks are more than a pipeline stage has; those that relay to one another begin together
         is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
         self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
@@ -74,6 +75,12 @@ class FleetTables:
         self._shape, self._fleet, self._tables, self._itemsize = shape, fleet, (table, engine_table(shape)), itemsize
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
         self._engines = [fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]]
+        layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
+        self._chunks = {axes: stage_layers(shape.layers, layout) for axes, layout in layouts.items()}
+        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)  # from the embedding to the head, which need none
+        for layout in self._layouts:
+            for chunk in self._chunks[layout.pp, layout.vpp]:
+                self._stage[chunk.start + 1 : chunk.stop + 1] = layout.pp.rank
         self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
         engine_etp = self._engines[0].etp.size
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
@@ -133,22 +140,18 @@ class FleetTables:
             begin = ends["layer"] if section == "expert" and not ends["expert"] else ends[section]
             self._units[section, unit] = begin, size
             ends[section] = begin + size * (self._shape.experts if section == "expert" else 1)
-        sizes = [
-            max(ends[name] for name, layers in self._layers.items() if n in layers)
-            for n in range(-1, self._shape.layers + 1)
-        ]
-        self.layer_starts, self.total = np.cumsum(sizes) - sizes, sum(sizes)
+        numbers = range(EMBEDDING, self._shape.layers + 1)
+        sizes = [max(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
+        self.layer_starts: Ints = np.array([sum(sizes[:number]) for number in range(len(sizes))])
+        self.total = sum(sizes)
 
     def instances(self, group: int) -> Instances:
         shape, section = self._shape, self._sections[group]
         begin, size = self._units[section, self.groups[group].unit]
         layer = np.array(self._layers[section])
-        stage, zeros = np.zeros(shape.layers + 2, dtype=np.int64), np.zeros_like(layer)
-        for layout in self._layouts:
-            for layers in stage_layers(shape.layers, layout):
-                stage[layers.start + 1 : layers.stop + 1] = layout.pp.rank
+        zeros = np.zeros_like(layer)
         if section != "expert":
-            keys = stage[layer + 1]  # 0 for embedding and head
+            keys = self._stage[layer + 1]
             return Instances(layer, zeros - 1, self.layer_starts[layer + 1] + begin, layer, keys, zeros)
         ranks, parts = self._fleet.parallel.expert, self._engines[0].ep.size
         per_rank = shape.experts // ranks
@@ -160,7 +163,7 @@ class FleetTables:
             expert,
             position=self.layer_starts[layer + 1] + begin + place * size,
             turn=layer + expert % per_rank,
-            key=stage[layer + 1] * ranks + expert // per_rank,
+            key=self._stage[layer + 1] * ranks + expert // per_rank,
             part=expert // (shape.experts // parts),
         )
 
@@ -193,7 +196,7 @@ class FleetTables:
         """A template with its numbers filled in: of a global layer and expert."""
         key = (id(part), layout.rank, layer, expert)
         if key not in self._filled:
-            chunks = stage_layers(self._shape.layers, layout)
+            chunks = self._chunks[layout.pp, layout.vpp]
             ends = 0 if layer == EMBEDDING and layout.pp.first else -1  # embedding and head
             number = next((n for n, layers in enumerate(chunks) if layer in layers), ends)
             chunk = f"chunk{number % len(chunks)}." if len(chunks) > 1 else ""

@@ -183,6 +183,8 @@ def relay_buffer(sender: int) -> str:
 
 
 def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
+    if start == part.start:
+        return View(part.param, part.offset, part.strides)
     steps = (stride * (s - b) for s, b, stride in zip(start, part.start, part.strides, strict=True))
     return View(part.param, part.offset + sum(steps), part.strides)
 
@@ -195,10 +197,8 @@ def plan_transfers(
     `padded_vocab`: rows of the trainer's embedding over all its tensor ranks. `style`: the layer spec of its modules.
     Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
     """
-    table, max_numel = (
-        megatron_table(shape, style=style, padded_vocab=padded_vocab),
-        _max_numel(round_bytes // itemsize, fleet.ranks_per_node),
-    )
+    table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
+    max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
     return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
 
 
