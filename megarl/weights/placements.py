@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
@@ -106,7 +107,16 @@ class FleetTables:
         if section == "embedding" and self._fleet.parallel.pipeline > 1:  # a tied one has a copy on the last stage
             sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
         destinations = self._templates(getattr(engine, section), engine_size)
-        return transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
+        groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
+        if not is_expert:
+            return groups
+        # experts of the same ranks on both sides move together, as many as a group may hold
+        per_rank = gcd(
+            *(self._shape.experts // ranks for ranks in (self._fleet.parallel.expert, self._engines[0].ep.size))
+        )
+        limit = max_numel // max(group.numel for group in groups)
+        repeats = max(number for number in range(1, per_rank + 1) if per_rank % number == 0 and number <= max(1, limit))
+        return [replace(group, repeats=repeats) for group in groups]
 
     def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
         for rank in range(size):
@@ -135,11 +145,11 @@ class FleetTables:
         for section, group in zip(self._sections, self.groups, strict=True):
             _, size = self._units.get((section, group.unit), (0, 0))
             self._units[section, group.unit] = 0, size + group.numel * len(group.destinations)
-        ends = dict.fromkeys(self._layers, 0)
+        ends, repeats = dict.fromkeys(self._layers, 0), max(group.repeats for group in self.groups)
         for (section, unit), (_, size) in self._units.items():
             begin = ends["layer"] if section == "expert" and not ends["expert"] else ends[section]
             self._units[section, unit] = begin, size
-            ends[section] = begin + size * (self._shape.experts if section == "expert" else 1)
+            ends[section] = begin + size * (self._shape.experts // repeats if section == "expert" else 1)
         numbers = range(EMBEDDING, self._shape.layers + 1)
         sizes = [max(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
         self.layer_starts: Ints = np.array([sum(sizes[:number]) for number in range(len(sizes))])
@@ -153,18 +163,18 @@ class FleetTables:
         if section != "expert":
             keys = self._stage[layer + 1]
             return Instances(layer, zeros - 1, self.layer_starts[layer + 1] + begin, layer, keys, zeros)
-        ranks, parts = self._fleet.parallel.expert, self._engines[0].ep.size
-        per_rank = shape.experts // ranks
-        layer, expert = np.repeat(layer, shape.experts), np.tile(np.arange(shape.experts), len(layer))
-        # one expert of each expert-parallel rank after another, so that all of them send
-        place = expert % per_rank * ranks + expert // per_rank
+        repeats, ranks = self.groups[group].repeats, self._fleet.parallel.expert
+        count, per_rank = shape.experts // repeats, shape.experts // repeats // ranks
+        layer, number = np.repeat(layer, count), np.tile(np.arange(count), len(layer))
+        # some experts of each expert-parallel rank after another, so that all of them send
+        place = number % per_rank * ranks + number // per_rank
         return Instances(
             layer,
-            expert,
+            expert=number * repeats,
             position=self.layer_starts[layer + 1] + begin + place * size,
-            turn=layer + expert % per_rank,
-            key=self._stage[layer + 1] * ranks + expert // per_rank,
-            part=expert // (shape.experts // parts),
+            turn=layer + number % per_rank,
+            key=self._stage[layer + 1] * ranks + number // per_rank,
+            part=number // (count // self._engines[0].ep.size),
         )
 
     def holders(self, group: int) -> Ints:
@@ -204,5 +214,6 @@ class FleetTables:
             if expert >= 0:
                 part = of_expert(part, local, expert, self._expert_numel[part.param])
             param = part.param.format(layer=layer - chunks[number].start, expert=local)
-            self._filled[key] = replace(part, name=part.name.format(layer=layer, expert=expert), param=chunk + param)
+            name = part.name.format(layer=layer, expert=expert)
+            self._filled[key] = ShardSlice(name, part.start, part.shape, chunk + param, part.offset, part.strides)
         return self._filled[key]
