@@ -228,14 +228,14 @@ def _clean_batch(
     rows = Rows.of(mask_T.to(device), cu_seqlens)
     tensors = {"rewards_T": rewards_T, **{key: x for key, x in inputs.items() if x is not None}}
     tensors = {key: x.detach().to(device) for key, x in tensors.items()}
+    tensors = {key: clean(x, rows.mask_T) if key.endswith("_T") else x for key, x in tensors.items()}
     takes_part_N = rows.num_tokens_N > 0
     for key, x in tensors.items():
-        if key != "step_ends_T":
-            magnitude_N = rows.sum(clean(x, rows.mask_T).abs()) if key.endswith("_T") else x.abs()
-            takes_part_N &= magnitude_N <= limit
+        if x.is_floating_point():
+            takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
         rows = Rows.of(rows.spread(takes_part_N), cu_seqlens)
-    tensors = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in tensors.items()}
+        tensors = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in tensors.items()}
     groups = Groups.of(group_N.to(device), takes_part_N)
     return _Batch(rows, groups, tensors.pop("rewards_T")), tensors
 

@@ -7,9 +7,8 @@ The files of a round are the "engine" of an ordinary weight sync, so an export i
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
 from megarl.models.shards import ShardSlice
 from megarl.weights.memory_receiver import MemoryReceiver
 from megarl.weights.plan import SlicesByRank
@@ -27,7 +27,6 @@ __all__ = ["export_hf"]
 
 FILE_BYTES = 4 << 30
 ROUND_BYTES = 256 << 20  # that a rank receives at a time
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer, as they came
 
 
 def export_hf(
@@ -50,15 +49,11 @@ def export_hf(
     if transport.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        for pattern in COPIED:
-            for file in origin.glob(pattern):
-                if not file.name.endswith(".index.json") and file.name != "metadata.json":  # a Megatron folder's own
-                    shutil.copy(file, staging / file.name)
+        copy_model_files(origin, staging)
     transport.gather(None)  # the folder is there
-    files = _deal(shapes, file_bytes // dtype.itemsize)
-    names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
-    if len(files) == 1:
-        names = ["model.safetensors"]
+    sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
+    files = split_by_size(sizes, file_bytes, sizes.__getitem__)
+    names = file_names(len(files))
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
         weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
@@ -80,30 +75,10 @@ def export_hf(
             save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
-        if len(files) > 1:
-            sizes = {n: prod(size) * (4 if n in fp32 else dtype.itemsize) for n, size in shapes.items()}
-            _write_index(staging / "model.safetensors.index.json", files, names, sum(sizes.values()))
+        write_index(staging, dict(zip(names, files, strict=True)), sum(sizes.values()))
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)
-
-
-def _deal(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[tuple[str, ...]]:
-    """Tensors in order into files of at most `limit` elements; a larger tensor has a file of its own."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        if files[-1] and held + prod(shape) > limit:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += prod(shape)
-    return [tuple(file) for file in files]
-
-
-def _write_index(file: Path, files: Sequence[Sequence[str]], names: Sequence[str], total: int) -> None:
-    where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-    file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> ShardSlice:

@@ -54,24 +54,24 @@ REFUSED = {  # attempted by harmless libraries and not covered by Landlock: an O
     "setxattrat": (463, 463), "removexattrat": (466, 466),
 }  # fmt: skip
 ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}  # seccomp cannot read their flags; libc uses the older calls
-CLONE_THREAD, O_ACCMODE, O_TRUNC, WHOLE = 0x10000, 3, 0x200, 0xFFFFFFFF
+CLONE_THREAD, O_ACCMODE, O_TRUNC, ALL_BITS = 0x10000, 3, 0x200, 0xFFFFFFFF
 
 
-def conditional(pid: int) -> list[tuple[tuple[int | None, int | None], int, int, tuple[int, ...], int, int]]:
+def conditional_calls(pid: int) -> list[tuple[tuple[int | None, int | None], int, int, tuple[int, ...], int, int]]:
     """(numbers, argument, mask, values, action if (argument & mask) is one of the values, action otherwise)."""
     own_pids = (0, pid)
     scheduling = ((203, 122), (144, 119), (142, 118), (314, 274))  # sched_set{affinity,scheduler,param,attr}
     return [
         ((56, 220), 0, CLONE_THREAD, (CLONE_THREAD,), ALLOW, KILL),  # clone: threads only
-        ((62, 129), 0, WHOLE, (pid,), ALLOW, KILL),  # kill
-        ((234, 131), 0, WHOLE, (pid,), ALLOW, KILL),  # tgkill
-        ((41, 198), 0, WHOLE, (1,), EPERM, KILL),  # socket: name services try AF_UNIX
-        ((302, 261), 0, WHOLE, own_pids, ALLOW, KILL),  # prlimit64
-        *((numbers, 0, WHOLE, own_pids, ALLOW, EPERM) for numbers in scheduling),
+        ((62, 129), 0, ALL_BITS, (pid,), ALLOW, KILL),  # kill
+        ((234, 131), 0, ALL_BITS, (pid,), ALLOW, KILL),  # tgkill
+        ((41, 198), 0, ALL_BITS, (1,), EPERM, KILL),  # socket: name services try AF_UNIX
+        ((302, 261), 0, ALL_BITS, own_pids, ALLOW, KILL),  # prlimit64
+        *((numbers, 0, ALL_BITS, own_pids, ALLOW, EPERM) for numbers in scheduling),
         ((2, None), 1, O_ACCMODE | O_TRUNC, (O_TRUNC,), EPERM, ALLOW),  # open: truncates without write access
         ((257, 56), 2, O_ACCMODE | O_TRUNC, (O_TRUNC,), EPERM, ALLOW),  # openat
-        ((72, 25), 1, WHOLE, (8, 10, 15), EPERM, ALLOW),  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others
-        ((16, 29), 1, WHOLE, (0x8901, 0x8902, 0x5412), EPERM, ALLOW),  # ioctl FIOSETOWN, SIOCSPGRP, TIOCSTI
+        ((72, 25), 1, ALL_BITS, (8, 10, 15), EPERM, ALLOW),  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others
+        ((16, 29), 1, ALL_BITS, (0x8901, 0x8902, 0x5412), EPERM, ALLOW),  # ioctl FIOSETOWN, SIOCSPGRP, TIOCSTI
     ]
 
 
@@ -81,20 +81,20 @@ def seccomp() -> None:
     if machine not in ARCHES:
         raise OSError(f"no system call numbers for {machine}, only for {', '.join(ARCHES)}")
     column, arch = ARCHES[machine]
-    load, equal, above, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, ALU|AND, RET
-    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (end, 0, 0, KILL), (load, 0, 0, 0), (above, 0, 1, 0x40000000)]
-    code += [(end, 0, 0, KILL)]  # x32 numbers the same calls differently
+    load, equal, above, mask, ret = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, ALU|AND, RET
+    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (ret, 0, 0, KILL), (load, 0, 0, 0), (above, 0, 1, 0x40000000)]
+    code += [(ret, 0, 0, KILL)]  # x32 numbers the same calls differently
     for calls, action in ((KILLED, KILL), (REFUSED, EPERM), (ABSENT, ENOSYS)):
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
-                code += [(equal, 0, 1, number), (end, 0, 0, action)]
-    for numbers, argument, bits, values, inside, outside in conditional(os.getpid()):
+                code += [(equal, 0, 1, number), (ret, 0, 0, action)]
+    for numbers, argument, bits, values, inside, outside in conditional_calls(os.getpid()):
         if (number := numbers[column]) is None:
             continue
-        tests = [row for value in values for row in ((equal, 0, 1, value), (end, 0, 0, inside))]
-        body = [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits), *tests, (end, 0, 0, outside)]
+        tests = [row for value in values for row in ((equal, 0, 1, value), (ret, 0, 0, inside))]
+        body = [(load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits), *tests, (ret, 0, 0, outside)]
         code += [(equal, 0, len(body), number), *body]
-    code += [(end, 0, 0, ALLOW)]
+    code += [(ret, 0, 0, ALLOW)]
     rows = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *row) for row in code))
     program = struct.pack("@HxxxxxxP", len(code), ctypes.addressof(rows))
     _check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(program), 0, 0))

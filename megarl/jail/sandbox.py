@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +159,11 @@ class _JailedProcess:
         return self._classify(violation, process.returncode)
 
     def _start(self, folder: str, report: int) -> subprocess.Popen[bytes]:
-        limits = self.limits
-        spec = {
+        spec = asdict(self.limits) | {
             "folder": folder,
             "mode": self.mode,
             "report": report,
-            "strict": limits.strict,
-            "memory_bytes": limits.memory_bytes,
-            "cpu_s": math.ceil(limits.time_s * self.num_turns) + 1,
-            "disk_bytes": limits.disk_bytes,
+            "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
             "readable": [path for path in (sys.base_prefix, sys.prefix, *SYSTEM) if path != "/"],
             "packages": sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib")}),
         }

@@ -2,7 +2,7 @@
 
 vLLM keeps Hugging Face's names and splits tensors as Megatron does, except for what it fuses, so its table is derived
 from Megatron's; a family's own file says where it deviates. vLLM's loaders are traced once at start and must agree
-(`disagreement`); then a plan needs no engine.
+(`first_mismatch`); then a plan needs no engine.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import replace
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import FAMILIES, megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Qkv, Rule, ShardSlice, Stack, Table, by_pairs, slices_of
+from megarl.models.shards import Qkv, Rule, ShardSlice, Stack, Table, as_pairs, slices_of
 
-__all__ = ["disagreement", "engine_layout", "engine_slices", "engine_table"]
+__all__ = ["engine_layout", "engine_slices", "engine_table", "first_mismatch"]
 
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to it, whatever the number of ranks
 
@@ -63,7 +63,7 @@ def _derived_expert(rule: Rule) -> Rule:
     return replace(rule, param=f"{block}experts.routed_experts.{weight}_{kind}")
 
 
-def disagreement(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
+def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
     """An error message for the first tensor that vLLM's loaders put elsewhere than the table, or None."""
     expected = {_without_idle_strides(part) for part in table}
     by_name = {part.name: part for part in expected}
@@ -86,7 +86,7 @@ def disagreement(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) ->
 def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
     """As `part` views the tensor: its last dim in pairs, or one expert at a time where a loader copies all at once."""
     if len(part.shape) > len(whole.shape):
-        whole = by_pairs(whole)
+        whole = as_pairs(whole)
     if len(whole.shape) < 2 or part.shape[0] > 1:
         yield whole
         return

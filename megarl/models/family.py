@@ -24,8 +24,9 @@ class Family:
     read: its config.json; raises ValueError for a setting that transformers or vLLM would follow and megarl would not
     table: where Megatron's parameters hold the tensors of its checkpoint, given the layer spec and padded vocabulary
     megatron: TransformerConfig's settings beyond those that follow from the shape; `activation_func` by its name
-    engine: vLLM's table, from the one that is derived of `table` (`engine.py`)
-    random_config: keys of a small random model's config.json, from the common ones, the number and width of experts
+    engine: changes to the vLLM table that `engine.py` derives from `table`
+    random_config: its own keys in the config.json of a small random model, given the common ones (`hf_config`) and the
+        number and width of experts
     """
 
     architecture: str

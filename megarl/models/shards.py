@@ -21,7 +21,7 @@ from megarl.models.shape import ModelShape
 
 __all__ = [
     "HF", "MC", "InterleavedGateUp", "Qkv", "Replicated", "Rule", "ShardDim0", "ShardDim1", "ShardSlice", "Stack",
-    "Style", "Table", "Transposed", "by_pairs", "of_expert", "shapes_of", "slices_of",
+    "Style", "Table", "Transposed", "as_pairs", "of_expert", "shapes_of", "slices_of",
 ]  # fmt: skip
 
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -57,7 +57,7 @@ class Rule(Protocol):
     @property
     def param(self) -> str: ...
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]: ...
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]: ...
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Replicated(_OneTensor):
 
     is_first_only: bool = False
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         if tp.first or not self.is_first_only:
             yield self._slice(0, 0, self.shape[0])
 
@@ -97,7 +97,7 @@ class ShardDim0(_OneTensor):
 
     padded: int | None = None
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         per_rank = (self.padded or self.shape[0]) // tp.size
         start = per_rank * tp.rank
         if (count := min(per_rank, self.shape[0] - start)) > 0:  # or this rank has padding only
@@ -108,7 +108,7 @@ class ShardDim0(_OneTensor):
 class ShardDim1(_OneTensor):
     """Split along dim 1 (row-parallel linear)."""
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         count = self.shape[1] // tp.size
         yield self._slice(1, count * tp.rank, count)
 
@@ -117,7 +117,7 @@ class ShardDim1(_OneTensor):
 class Transposed(_OneTensor):
     """[in, out] of HF is [out, in / tp] of the parameter: a row-parallel linear, such as gpt-oss's down projection."""
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         count = self.shape[0] // tp.size
         yield replace(self._slice(0, count * tp.rank, count), strides=(1, count))
 
@@ -129,7 +129,7 @@ class InterleavedGateUp(_OneTensor):
 
     alternating: bool = False
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         *rest, rows = self.shape
         count, row = rows // 2 // tp.size, prod(rest)
         pair = (2 * row, row) if self.alternating else (row, count * row)
@@ -155,11 +155,11 @@ class Stack:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: (rows, *self.rest) for name, rows in zip(self.hf, self.rows, strict=True)}
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         offset = 0
         for (name, shape), limit in zip(self.shapes().items(), self.max_shards or [0] * len(self.hf), strict=True):
             shards = min(tp.size, limit or tp.size)
-            for part in ShardDim0(name, self.param, shape).boxes(Axis(shards, tp.rank * shards // tp.size)):
+            for part in ShardDim0(name, self.param, shape).slices(Axis(shards, tp.rank * shards // tp.size)):
                 yield replace(part, offset=offset)
                 offset += part.numel
 
@@ -179,7 +179,7 @@ class Qkv:
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         return {name: (size * self.head_dim, *self.rest) for name, size in zip(self.hf, sizes, strict=True)}
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         queries, groups, offset = self.heads // self.kv_heads, self.kv_heads // tp.size, 0
         for group in range(tp.rank * groups, (tp.rank + 1) * groups):
             for name, heads in zip(self.hf, (queries, 1, 1), strict=True):
@@ -259,7 +259,7 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
     slices: list[ShardSlice] = []
     for group in _groups(table, shape, layout, mtp=mtp):
         for rule in group.rules:
-            own = list(rule.boxes(layout.tp if group.experts is None else layout.etp))
+            own = list(rule.slices(layout.tp if group.experts is None else layout.etp))
             numel = sum(part.numel for part in own)
             for local, expert in enumerate(group.experts or (0,)):
                 for part in own:
@@ -271,20 +271,20 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
     return slices
 
 
-def of_expert(box: ShardSlice, local: int, expert: int, numel: int) -> ShardSlice:
+def of_expert(part: ShardSlice, local: int, expert: int, numel: int) -> ShardSlice:
     """A rule's slice for one expert: along the first dim where the tensor has all experts, after the elements of the
     other experts (`numel` each) where the parameter does."""
-    if "{expert}" not in box.name:
-        box = replace(box, start=(expert, *box.start), shape=(1, *box.shape), strides=(0, *box.strides))
-    return box if "{expert}" in box.param else replace(box, offset=local * numel + box.offset)
+    if "{expert}" not in part.name:
+        part = replace(part, start=(expert, *part.start), shape=(1, *part.shape), strides=(0, *part.strides))
+    return part if "{expert}" in part.param else replace(part, offset=local * numel + part.offset)
 
 
-def by_pairs(box: ShardSlice) -> ShardSlice:
+def as_pairs(part: ShardSlice) -> ShardSlice:
     """A slice of whole pairs in its last dim, viewed as [..., n / 2, 2]."""
-    assert box.start[-1] % 2 == box.shape[-1] % 2 == 0, f"{box} cuts a pair"
+    assert part.start[-1] % 2 == part.shape[-1] % 2 == 0, f"{part} splits a pair"
     return replace(
-        box,
-        start=(*box.start[:-1], box.start[-1] // 2, 0),
-        shape=(*box.shape[:-1], box.shape[-1] // 2, 2),
-        strides=(*box.strides[:-1], 2 * box.strides[-1], box.strides[-1]),
+        part,
+        start=(*part.start[:-1], part.start[-1] // 2, 0),
+        shape=(*part.shape[:-1], part.shape[-1] // 2, 2),
+        strides=(*part.strides[:-1], 2 * part.strides[-1], part.strides[-1]),
     )

@@ -27,8 +27,8 @@ MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge"
 NAMES = (*BUILT_IN, *MAKERS, "process")
 
 
-def make_rewards(rewards: Sequence[Reward], *, decode: Decode, timeout_s: float) -> list[BatchReward]:
-    """What computes each reward; `timeout_s` limits one call of a function.
+def make_rewards(rewards: Sequence[Reward], *, decode: Decode | None, timeout_s: float) -> list[BatchReward]:
+    """What computes each reward; `timeout_s` limits one call of a function, process rewards need `decode`.
 
     Raises ValueError if a reward cannot be found, does not take its options or is named twice.
     """
@@ -38,12 +38,12 @@ def make_rewards(rewards: Sequence[Reward], *, decode: Decode, timeout_s: float)
     return [_make_reward(reward, decode, timeout_s) for reward in rewards]
 
 
-def _make_reward(reward: Reward, decode: Decode, timeout_s: float) -> BatchReward:
+def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> BatchReward:
     name = reward.name
     if name in MAKERS:
         return MAKERS[name](reward)
     if name == "process":
-        return make_process(reward, decode)
+        return make_process(reward, decode or (lambda tokens: ""))
     if "://" in name:
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
@@ -57,4 +57,4 @@ def _make_reward(reward: Reward, decode: Decode, timeout_s: float) -> BatchRewar
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
     """Raises ValueError like `make_rewards`."""
-    make_rewards(rewards, decode=lambda tokens: "", timeout_s=1.0)
+    make_rewards(rewards, decode=None, timeout_s=1.0)

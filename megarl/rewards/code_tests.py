@@ -22,11 +22,10 @@ from typing import Any
 __all__ = ["CallTest", "ProgramTest", "read_tests", "same", "same_output"]
 
 TOLERANCE = 1e-6  # relative or absolute, for numbers of which at least one is written with a fraction
-TRUSTED: dict[str, Callable[..., Any]] = {
-    "abs": abs, "all": all, "any": any, "dict": dict, "float": float, "frozenset": frozenset, "isclose": math.isclose,
-    "len": len, "list": list, "max": max, "min": min, "round": round, "set": set, "sorted": sorted, "sum": sum,
-    "tuple": tuple,
-}  # fmt: skip
+TRUSTED: dict[str, Callable[..., Any]] = {"isclose": math.isclose} | {
+    function.__name__: function
+    for function in (abs, all, any, dict, float, frozenset, len, list, max, min, round, set, sorted, sum, tuple)
+}
 SIMPLE = (
     ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.expr_context,
     ast.boolop, ast.unaryop, ast.cmpop, ast.Add, ast.Sub, ast.Div,
@@ -128,9 +127,7 @@ def _tuples_as_lists(value: Any) -> Any:
 def same(actual: Any, expected: Any) -> bool:
     """Equality up to TOLERANCE for numbers with a fraction."""
     if isinstance(actual, float) or isinstance(expected, float):
-        if isinstance(actual, int | float) and isinstance(expected, int | float):
-            return actual == expected or _close(actual, expected)
-        return False
+        return isinstance(actual, int | float) and isinstance(expected, int | float) and _close(actual, expected)
     if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
         alike = type(actual) is type(expected) and len(actual) == len(expected)
         return alike and all(map(same, actual, expected))

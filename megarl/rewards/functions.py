@@ -43,7 +43,7 @@ class FunctionReward:
         return cls(function, accepted, options, timeout_s)
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        return [try_score(lambda request=request: Score(float(self.call(request)))) for request in requests]
+        return [try_score(lambda request: Score(float(self.call(request))), request) for request in requests]
 
     def call(self, request: ScoreRequest, **context: Any) -> Any:
         """The function's result; raises ScoreError when it takes too long, else whatever it raises."""

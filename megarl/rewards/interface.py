@@ -12,32 +12,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.schema import Reward
 
-__all__ = [
-    "BatchReward",
-    "Decode",
-    "Score",
-    "ScoreError",
-    "ScoreRequest",
-    "Steps",
-    "parse_options",
-    "try_score",
-    "unknown_option",
-    "unwrap",
-]  # fmt: skip
+__all__ = ["BatchReward", "Decode", "Score", "ScoreError", "ScoreRequest", "parse_options", "try_score"]
 
 log = logging.getLogger(__name__)
-
 Options = TypeVar("Options", bound=BaseModel)
-T = TypeVar("T")
-P = ParamSpec("P")
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
-Steps = tuple[tuple[int, float], ...]  # (index into the response's tokens, reward of the step that ends there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +50,8 @@ class Score:
     value: float | None
     cause: str = ""
     detail: str = ""  # one sentence for the log
-    steps: Steps | None = None  # of a process reward: these are the reward, `value` is only their mean
+    # (index into the response's tokens, reward of the step that ends there); if set, `value` is only their mean
+    steps: tuple[tuple[int, float], ...] | None = None
 
 
 class ScoreError(Exception):
@@ -97,21 +83,19 @@ class BatchReward:
             return [Score(None, "error", f"raised {type(error).__name__}: {error}")] * len(requests)
 
 
-def try_score(score: Callable[P, Score], *args: P.args, **kwargs: P.kwargs) -> Score:
-    """``score(...)``; whatever it raises becomes a score without a value, so that no reward can end the run."""
+def try_score(score: Callable[..., Score], *args: Any) -> Score:
+    """``score(*args)``, or a score without a value for whatever it raises, so that no reward can end the run.
+
+    An argument that is a ScoreError is raised too.
+    """
     try:
-        return score(*args, **kwargs)
+        if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):
+            raise error
+        return score(*args)
     except ScoreError as error:
         return Score(None, error.cause, str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
         return Score(None, "error", f"raised {type(error).__name__}: {error}")
-
-
-def unwrap(result: T | ScoreError) -> T:
-    """`result`, or raises it if it is an error."""
-    if isinstance(result, ScoreError):
-        raise result
-    return result
 
 
 def parse_options(section: type[Options], reward: Reward) -> Options:

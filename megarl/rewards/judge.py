@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.schema import Reward
-from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
+from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
@@ -96,7 +96,7 @@ def _payload(request: ScoreRequest, options: JudgeOptions) -> dict[str, Any]:
 
 
 def _score(answer: Any, url: str, options: JudgeOptions) -> Score:
-    text = _completion_text(unwrap(answer), url)
+    text = _completion_text(answer, url)
     try:
         score = parse_score(text, options.parse, field=options.field, pattern=options.pattern)
     except TimeLimitExceeded as error:

@@ -26,16 +26,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megarl.config.schema import Reward
 from megarl.data.user_code import import_function
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import (
-    BatchReward,
-    Decode,
-    Score,
-    ScoreError,
-    ScoreRequest,
-    parse_options,
-    try_score,
-    unwrap,
-)
+from megarl.rewards.interface import BatchReward, Decode, Score, ScoreError, ScoreRequest, parse_options, try_score
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -89,15 +80,16 @@ class _Process:
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         steps = [self._split(request) for request in requests]
-        answers: dict[str, Any] = {}
+        scores: dict[int, Any] = {}  # by row, of a server
         if isinstance(self.scorer, HttpClient):
-            pairs = zip(requests, steps, strict=True)
-            rows = [
-                request_row(request) | {"steps": texts} for request, texts in pairs if isinstance(texts, list) and texts
-            ]
-            values = score_batches(self.scorer, rows, self.options.batch_size, key="steps")
-            answers = {row["id"]: value for row, value in zip(rows, values, strict=True)}
-        return [try_score(self._score, request, texts, answers) for request, texts in zip(requests, steps, strict=True)]
+            split = [row for row, texts in enumerate(steps) if texts and isinstance(texts, list)]
+            payload = [request_row(requests[row]) | {"steps": steps[row]} for row in split]
+            answers = score_batches(self.scorer, payload, self.options.batch_size, key="steps")
+            scores = dict(zip(split, answers, strict=True))
+        return [
+            try_score(self._score, *args, scores.get(row, []))
+            for row, args in enumerate(zip(requests, steps, strict=True))
+        ]
 
     def _split(self, request: ScoreRequest) -> list[str] | ScoreError:
         pattern = self.options.pattern or SPLITTERS[self.options.splitter]
@@ -107,13 +99,8 @@ class _Process:
         except ScoreError as error:
             return error
 
-    def _score(self, request: ScoreRequest, steps: list[str] | ScoreError, answers: dict[str, Any]) -> Score:
-        steps = unwrap(steps)
-        if not steps:
-            scores = []
-        elif isinstance(self.scorer, HttpClient):
-            scores = unwrap(answers[request.id])
-        else:
+    def _score(self, request: ScoreRequest, steps: list[str], scores: Any) -> Score:
+        if steps and isinstance(self.scorer, FunctionReward):
             scores = self.scorer.call(request, steps=steps)
         scores = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(scores, list | tuple) or len(scores) != len(steps):

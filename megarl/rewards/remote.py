@@ -41,7 +41,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megarl.config.schema import Reward, Section
 from megarl.platform.env import get_env
-from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score, unwrap
+from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
 if TYPE_CHECKING:
     import httpx
@@ -261,7 +261,7 @@ def make_remote(reward: Reward) -> BatchReward:
 
     def score(requests: Sequence[ScoreRequest]) -> list[Score]:
         values = score_batches(client, [*map(request_row, requests)], options.batch_size, key="score")
-        return [try_score(lambda value=value: Score(finite_number(unwrap(value), client.url))) for value in values]
+        return [try_score(lambda value: Score(finite_number(value, client.url)), value) for value in values]
 
     return BatchReward(reward.name, reward.weight, score, client.total_s)
 

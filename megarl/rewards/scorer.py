@@ -35,11 +35,7 @@ def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: D
 
     Raises ValueError if a reward cannot be found or made.
     """
-    return Scorer(tuple(make_rewards(rewards, decode=decode or _no_tokenizer, timeout_s=timeout_s)), decode)
-
-
-def _no_tokenizer(tokens: Sequence[int]) -> str:
-    raise ValueError("no tokenizer was given")
+    return Scorer(tuple(make_rewards(rewards, decode=decode, timeout_s=timeout_s)), decode)
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class Scorer:
         if cause not in self.logged:
             self.logged.add(cause)
             log.warning(
-                "%s: prompt %d, sample %d %s: the reward %s (later cases are only counted)",
+                "%s: prompt %d, sample %d %s: %s (later cases are only counted)",
                 cause, sample.prompt_id, sample.index, effect, detail,
             )  # fmt: skip
 

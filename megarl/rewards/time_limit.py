@@ -105,7 +105,11 @@ _idle: deque[Worker] = deque()
 
 
 def _call_in_worker(task: bytes, timeout_s: float) -> Any:
-    process, connection = worker = _idle.pop() if _idle else _start_worker()
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _start_worker()
+    process, connection = worker
     try:
         status, value = _exchange(worker, task, timeout_s)
     except BaseException:

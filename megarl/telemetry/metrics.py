@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a report is drawn from the file without torch
-    from megarl.types import Group, PublishReport, StepReport
+from megarl.platform.atomic import write_atomic
 
-__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "spread_metrics", "update_metrics"]
+if TYPE_CHECKING:  # a report is drawn from the file without torch
+    from megarl.types import Group, PublishReport, Rollout, StepReport
+
+__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
 
 
 OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
@@ -36,8 +37,13 @@ def spread_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Rewards, lengths and drops of one rollout batch; empty for a stage that samples nothing."""
+def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    """Rewards, lengths, drops and digest of one rollout."""
+    counts = {"rollout/digest": rollout.digest, **rollout.counts, **spread_metrics(rollout.generated)}
+    return _sample_metrics(rollout.groups) | counts
+
+
+def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {}
@@ -51,7 +57,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        **spread_metrics(groups),
         **({"reward/baseline": fmean(baselines)} if baselines else {}),
         **{f"reward/{name}/mean": fmean(values) for name, values in sorted(parts.items())},
         "length/mean": fmean(lengths),
@@ -65,7 +70,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
     """Means over the updates of a step; `update/skipped` counts those that changed nothing."""
     updates = report.updates
     if not updates:
-        return {"updates": 0, "update/skipped": 0}
+        return {"updates": 0, "update/skipped": 0, **report.metrics}
     names = sorted({name for update in updates for name in update.metrics})
     return {
         **dict.fromkeys(OF_UPDATES),  # where there is no reference, or no token
@@ -75,6 +80,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         "updates": len(updates),
         "update/skipped": sum(update.skipped for update in updates),
         **{name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names},
+        **report.metrics,
     }
 
 
@@ -94,9 +100,7 @@ class MetricsFile:
     def __init__(self, file: Path, *, start: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(file) if line["step"] < start] if start else []
-        staging = file.with_suffix(".tmp")
-        staging.write_text("".join(_line(values) for values in kept), encoding="utf-8")
-        os.replace(staging, file)
+        write_atomic(file, "".join(_line(values) for values in kept))
         self._out = file.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.atomic import replacing, write_atomic
 from megarl.telemetry.metrics import read_metrics
 from megarl.telemetry.plan_figure import draw_plan
 
@@ -63,9 +63,9 @@ def write_report(folder: Path) -> Path:
         )
     picture = folder / "report.png"
     fresh = read_metrics(folder / "eval.jsonl")
-    _atomic(picture, lambda staging: draw(rows, fresh, folder.name, staging))
-    page = _page(folder, rows, fresh, picture.read_bytes())
-    _atomic(folder / "report.html", lambda staging: staging.write_text(page, encoding="utf-8"))
+    with replacing(picture) as staging:
+        draw(rows, fresh, folder.name, staging)
+    write_atomic(folder / "report.html", _page(folder, rows, fresh, picture.read_bytes()))
     return folder / "report.html"
 
 
@@ -155,15 +155,6 @@ def _label_ends(axes: Any, rows: Rows, curves: Sequence[tuple[str, str, str]]) -
             color=colour,
             weight="bold",
         )
-
-
-def _atomic(file: Path, write: Callable[[Path], object]) -> None:
-    staging = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(staging)
-        os.replace(staging, file)
-    finally:
-        staging.unlink(missing_ok=True)
 
 
 STYLE = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
@@ -42,7 +43,8 @@ class RecordedSlices:
         sizes = np.bincount(
             [group.unit for group in self.groups], [group.numel * len(group.destinations) for group in self.groups], 1
         ).astype(np.int64)
-        self.layer_starts, self.total = np.cumsum(sizes) - sizes, max(1, int(sizes.sum()))
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.total = max(1, int(sizes.sum()))
 
     def instances(self, group: int) -> Instances:
         unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
@@ -66,7 +68,7 @@ class FleetTables:
 
     def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
         self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
-        self.receivers = range(fleet.first_receiver, fleet.first_receiver + fleet.receivers)
+        self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
         # where a node's ranks are more than a pipeline stage has; those that relay to one another begin together
         is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
         self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
@@ -74,12 +76,18 @@ class FleetTables:
         self._shape, self._fleet, self._tables, self._itemsize = shape, fleet, (table, engine_table(shape)), itemsize
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
         self._engines = [fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]]
+        layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
+        self._chunks = {axes: stage_layers(shape.layers, layout) for axes, layout in layouts.items()}
+        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)  # from the embedding to the head, which need none
+        for layout in self._layouts:
+            for chunk in self._chunks[layout.pp, layout.vpp]:
+                self._stage[chunk.start + 1 : chunk.stop + 1] = layout.pp.rank
         self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
         engine_etp = self._engines[0].etp.size
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
         self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
         for of_side, size in zip(self._tables, self._sizes[True], strict=True):
-            for part in (part for rule in of_side.expert for part in rule.boxes(Axis(size))):
+            for part in (part for rule in of_side.expert for part in rule.slices(Axis(size))):
                 self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
         leading = shape.dense_layers
         layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}
@@ -99,11 +107,20 @@ class FleetTables:
         if section == "embedding" and self._fleet.parallel.pipeline > 1:  # a tied one has a copy on the last stage
             sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
         destinations = self._templates(getattr(engine, section), engine_size)
-        return transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
+        groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
+        if not is_expert:
+            return groups
+        # experts of the same ranks on both sides move together, as many as a group may hold
+        per_rank = gcd(
+            *(self._shape.experts // ranks for ranks in (self._fleet.parallel.expert, self._engines[0].ep.size))
+        )
+        limit = max_numel // max(group.numel for group in groups)
+        repeats = max(number for number in range(1, per_rank + 1) if per_rank % number == 0 and number <= max(1, limit))
+        return [replace(group, repeats=repeats) for group in groups]
 
     def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
         for rank in range(size):
-            slices = [part for rule in rules for part in rule.boxes(Axis(size, rank))]
+            slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
             for part in view_fp32_as_16bit(slices, self._tables[0].fp32, self._itemsize):
                 yield rank, part
 
@@ -128,40 +145,36 @@ class FleetTables:
         for section, group in zip(self._sections, self.groups, strict=True):
             _, size = self._units.get((section, group.unit), (0, 0))
             self._units[section, group.unit] = 0, size + group.numel * len(group.destinations)
-        ends = dict.fromkeys(self._layers, 0)
+        ends, repeats = dict.fromkeys(self._layers, 0), max(group.repeats for group in self.groups)
         for (section, unit), (_, size) in self._units.items():
             begin = ends["layer"] if section == "expert" and not ends["expert"] else ends[section]
             self._units[section, unit] = begin, size
-            ends[section] = begin + size * (self._shape.experts if section == "expert" else 1)
-        sizes = [
-            max(ends[name] for name, layers in self._layers.items() if n in layers)
-            for n in range(-1, self._shape.layers + 1)
-        ]
-        self.layer_starts, self.total = np.cumsum(sizes) - sizes, sum(sizes)
+            ends[section] = begin + size * (self._shape.experts // repeats if section == "expert" else 1)
+        numbers = range(EMBEDDING, self._shape.layers + 1)
+        sizes = [max(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
+        self.layer_starts: Ints = np.array([sum(sizes[:number]) for number in range(len(sizes))])
+        self.total = sum(sizes)
 
     def instances(self, group: int) -> Instances:
         shape, section = self._shape, self._sections[group]
         begin, size = self._units[section, self.groups[group].unit]
         layer = np.array(self._layers[section])
-        stage, zeros = np.zeros(shape.layers + 2, dtype=np.int64), np.zeros_like(layer)
-        for layout in self._layouts:
-            for layers in stage_layers(shape.layers, layout):
-                stage[layers.start + 1 : layers.stop + 1] = layout.pp.rank
+        zeros = np.zeros_like(layer)
         if section != "expert":
-            keys = stage[layer + 1]  # 0 for embedding and head
+            keys = self._stage[layer + 1]
             return Instances(layer, zeros - 1, self.layer_starts[layer + 1] + begin, layer, keys, zeros)
-        ranks, parts = self._fleet.parallel.expert, self._engines[0].ep.size
-        per_rank = shape.experts // ranks
-        layer, expert = np.repeat(layer, shape.experts), np.tile(np.arange(shape.experts), len(layer))
-        # one expert of each expert-parallel rank after another, so that all of them send
-        place = expert % per_rank * ranks + expert // per_rank
+        repeats, ranks = self.groups[group].repeats, self._fleet.parallel.expert
+        count, per_rank = shape.experts // repeats, shape.experts // repeats // ranks
+        layer, number = np.repeat(layer, count), np.tile(np.arange(count), len(layer))
+        # some experts of each expert-parallel rank after another, so that all of them send
+        place = number % per_rank * ranks + number // per_rank
         return Instances(
             layer,
-            expert,
+            expert=number * repeats,
             position=self.layer_starts[layer + 1] + begin + place * size,
-            turn=layer + expert % per_rank,
-            key=stage[layer + 1] * ranks + expert // per_rank,
-            part=expert // (shape.experts // parts),
+            turn=layer + number % per_rank,
+            key=self._stage[layer + 1] * ranks + number // per_rank,
+            part=number // (count // self._engines[0].ep.size),
         )
 
     def holders(self, group: int) -> Ints:
@@ -193,7 +206,7 @@ class FleetTables:
         """A template with its numbers filled in: of a global layer and expert."""
         key = (id(part), layout.rank, layer, expert)
         if key not in self._filled:
-            chunks = stage_layers(self._shape.layers, layout)
+            chunks = self._chunks[layout.pp, layout.vpp]
             ends = 0 if layer == EMBEDDING and layout.pp.first else -1  # embedding and head
             number = next((n for n, layers in enumerate(chunks) if layer in layers), ends)
             chunk = f"chunk{number % len(chunks)}." if len(chunks) > 1 else ""
@@ -201,5 +214,6 @@ class FleetTables:
             if expert >= 0:
                 part = of_expert(part, local, expert, self._expert_numel[part.param])
             param = part.param.format(layer=layer - chunks[number].start, expert=local)
-            self._filled[key] = replace(part, name=part.name.format(layer=layer, expert=expert), param=chunk + param)
+            name = part.name.format(layer=layer, expert=expert)
+            self._filled[key] = ShardSlice(name, part.start, part.shape, chunk + param, part.offset, part.strides)
         return self._filled[key]

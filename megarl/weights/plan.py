@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -103,7 +104,7 @@ class Rows:
 
     group: Ints
     layer: Ints  # EMBEDDING, 0.., and the head as a layer behind the last
-    expert: Ints  # -1: none
+    expert: Ints  # the first of the group's; -1: none
     sender: Ints
     receiver: Ints
     round: Ints
@@ -161,19 +162,19 @@ class Plan:
 
     def _transfers(self, row: int) -> Iterator[Transfer]:
         rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
-        place = (int(rows.layer[row]), int(rows.expert[row]))
+        layer, first, group = int(rows.layer[row]), int(rows.expert[row]), self.placement.groups[int(rows.group[row])]
         sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
-        for overlap in self.placement.groups[int(rows.group[row])].overlaps:
-            destination = self.placement.destination(overlap, receiver, *place)
+        for expert, overlap in product(range(first, first + group.repeats), group.overlaps):
+            destination = self.placement.destination(overlap, receiver, layer, expert)
             start, shape = overlap.start, overlap.shape
             if len(destination.shape) > len(shape):  # the tensor holds all experts
-                start, shape = (place[1], *start), (1, *shape)
+                start, shape = (expert, *start), (1, *shape)
             if via >= 0:
                 strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
                 source = View(relay_buffer(via), offset, strides)
                 offset += overlap.numel
             else:
-                source = _view(self.placement.source(overlap, sender, *place), start)
+                source = _view(self.placement.source(overlap, sender, layer, expert), start)
             yield Transfer(destination.name, start, shape, source, _view(destination, start), via >= 0)
 
 
@@ -183,6 +184,8 @@ def relay_buffer(sender: int) -> str:
 
 
 def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
+    if start == part.start:
+        return View(part.param, part.offset, part.strides)
     steps = (stride * (s - b) for s, b, stride in zip(start, part.start, part.strides, strict=True))
     return View(part.param, part.offset + sum(steps), part.strides)
 
@@ -195,10 +198,8 @@ def plan_transfers(
     `padded_vocab`: rows of the trainer's embedding over all its tensor ranks. `style`: the layer spec of its modules.
     Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
     """
-    table, max_numel = (
-        megatron_table(shape, style=style, padded_vocab=padded_vocab),
-        _max_numel(round_bytes // itemsize, fleet.ranks_per_node),
-    )
+    table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
+    max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
     return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
 
 

@@ -32,8 +32,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.engine import disagreement
-from megarl.models.shards import ShardSlice, by_pairs
+from megarl.models.engine import first_mismatch
+from megarl.models.shards import ShardSlice, as_pairs
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.execute import BucketChecksums, PlanExecutor
@@ -138,7 +138,7 @@ def plan_slices(
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
-    destinations = [[by_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
+    destinations = [[as_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
     _refuse_gaps("the trainer's ranks hold no complete", find_gaps(shapes, sources))
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for first in range(0, len(receivers), ranks_per_replica):
@@ -194,7 +194,7 @@ class Publisher:
         """
         problem = None
         if receiver is not None and table is not None:
-            problem = disagreement(weights.moved_slices(table), receiver.slices)
+            problem = first_mismatch(weights.moved_slices(table), receiver.slices)
         reports = transport.gather((problem, plan.fingerprint, receiver is not None))
         problems, fingerprints, is_receiver = zip(*reports, strict=True)
         if wrong := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]:

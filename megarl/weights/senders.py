@@ -40,10 +40,10 @@ class Instances:
 class Placement(Protocol):
     """What moves, who holds it and who keeps it. Groups go by their index in `groups`."""
 
-    groups: Sequence[TransferGroup]
+    groups: list[TransferGroup]
     world: int
     ranks_per_node: int
-    receivers: Sequence[int]  # ascending
+    receivers: list[int]  # ascending
     lanes: int  # places at which ranks of one node begin; they repeat after `period` ranks
     period: int
     layer_starts: Ints  # positions, ascending
@@ -142,8 +142,11 @@ class _Collector:
         place[order] = np.arange(len(order))
         hop, relay_receiver = place[_joined(self._relays, 0)], _joined(self._relays, 1)
         by_hop = np.argsort(hop, kind="stable")
-        columns = (column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver))
-        return Hops(*columns, position[order], hop[by_hop], relay_receiver[by_hop].astype(np.int32))
+        group, layer, expert, sender, receiver = (
+            column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver)
+        )
+        relays = hop[by_hop], relay_receiver[by_hop].astype(np.int32)
+        return Hops(group, layer, expert, sender, receiver, position[order], *relays)
 
 
 def _joined(parts: list[tuple[Ints, ...]], column: int) -> Ints:

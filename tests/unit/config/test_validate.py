@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, advantages
 from megarl.config import names
 from megarl.config.load import parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
@@ -286,12 +286,13 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
 
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
+    estimators = advantages._ROW_ESTIMATORS | advantages._TOKEN_ESTIMATORS
     for known, functions, common in (
-        (names.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
-        (names.LOSSES, LOSSES, set()),
-        (names.CORRECTIONS, CORRECTIONS, set()),
+        (names.ADVANTAGES, {name: estimators[name] for name in ADVANTAGES}, {"whiten", "std", "eps"}),
+        (names.LOSSES, {name: function.args[0] for name, function in LOSSES.items()}, set()),
+        (names.CORRECTIONS, {name: function.args[0] for name, function in CORRECTIONS.items()}, set()),
     ):
-        options = {name: options_of(function.args[0]) | common for name, function in functions.items()}
+        options = {name: options_of(function) | common for name, function in functions.items()}
         assert {name: set(of) for name, of in known.items()} == options
 
 

@@ -84,9 +84,9 @@ def test_hostile_code_is_named_and_nothing_is_left(monkeypatch):
     codes = [good, *HOSTILE, good]
     before = Path(OUTSIDE).stat()
     options = {"time_s": 2.0, "memory_mb": 96, "disk_mb": 2, "output_kb": 64, "concurrency": 6}
-    part = make_code(Reward(name="code", options=options))
+    reward = make_code(Reward(name="code", options=options))
     cases = [ScoreRequest(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
-    found = part(cases)
+    found = reward(cases)
     named = {code: score.cause for code, score in zip(codes, found, strict=True)}
     assert {code: cause for code, cause in named.items() if cause != HOSTILE.get(code, "")} == {}
     assert [score.value for score in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
@@ -184,9 +184,9 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
         ValueError, match=r"cannot limit files \(Landlock\): Function not implemented; use a Linux kernel"
     ):
         make_code(Reward(name="code"))
-    part = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
+    reward = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
     assert "files (Landlock)" in caplog.text
-    assert part([ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
+    assert reward([ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
 
 
 @pytest.mark.long
@@ -236,9 +236,9 @@ def test_bombs_of_every_kind_at_once():
         "import sys\nfor _ in range(1 << 10): sys.stdout.write('x' * (1 << 20))",
         "import zlib; zlib.decompress(zlib.compress(b'0' * (100 << 20)) * 1); x = b'0' * (1 << 40)",
     ]
-    part = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
+    reward = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
     start = time.monotonic()
-    found = part([ScoreRequest(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
+    found = reward([ScoreRequest(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
     assert {score.value for score in found} == {0.0}
     causes = {score.cause for score in found}
     assert {"memory", "output", "disk", "forbidden"} <= causes <= {

@@ -27,8 +27,8 @@ class FusedGateUp:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.hf: (2 * self.rows, self.hidden)}
 
-    def boxes(self, tp: Axis) -> Iterator[ShardSlice]:
-        for part in Stack(("gate", "up"), self.param, (self.rows, self.rows), (self.hidden,)).boxes(tp):
+    def slices(self, tp: Axis) -> Iterator[ShardSlice]:
+        for part in Stack(("gate", "up"), self.param, (self.rows, self.rows), (self.hidden,)).slices(tp):
             first = self.rows if part.name == "up" else 0
             yield replace(part, name=self.hf, start=(first + part.start[0], 0))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megarl.models.engine import disagreement, engine_layout, engine_slices
+from megarl.models.engine import engine_layout, engine_slices, first_mismatch
 from megarl.models.registry import read_model
 from megarl.models.shards import ShardSlice
 
@@ -61,14 +61,14 @@ def test_experts_lie_one_after_another() -> None:
 def test_loaders_that_do_otherwise_are_named() -> None:
     table = [box for found in boxes("gpt_oss_120b", tensor=8, rank=3).values() for box in found]
     padding = ShardSlice("lm_head.weight", (201088, 0), (0, 2880), "lm_head.weight", 0, (2880, 1))
-    assert disagreement(table, [*reversed(table), padding]) is None
+    assert first_mismatch(table, [*reversed(table), padding]) is None
 
     moved = [replace(box, offset=box.offset + 8) if "k_proj.weight" in box.name else box for box in table]
-    said = disagreement(table, moved) or ""
+    said = first_mismatch(table, moved) or ""
     assert "model.layers.0.self_attn.k_proj.weight (192, 0) to (256, 2880) at element" in said
     assert "of model.layers.0.attn.qkv_proj.weight" in said
     lost = [box for box in table if not box.name.endswith("sinks")]
-    assert "sinks" in (disagreement(table, lost) or "")
+    assert "sinks" in (first_mismatch(table, lost) or "")
 
 
 def test_tensors_of_pairs_are_recorded_as_columns() -> None:
@@ -86,7 +86,7 @@ def test_tensors_of_pairs_are_recorded_as_columns() -> None:
         for box in table
     ]  # fmt: skip
     assert any(a != b for a, b in zip(table, flat, strict=True))
-    assert disagreement(table, flat) is None
+    assert first_mismatch(table, flat) is None
 
 
 def test_a_bias_that_is_added_once_is_kept_once() -> None:

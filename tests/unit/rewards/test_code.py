@@ -25,14 +25,14 @@ CHECK = (
 
 def score_all(pairs, **options):
     """[(code, tests)] -> [(value, cause)]"""
-    part = make_code(Reward(name="code", options={"time_s": 20.0, **options}))
+    reward = make_code(Reward(name="code", options={"time_s": 20.0, **options}))
     cases = [
         ScoreRequest(
             f"{row}/0", "p", f"<think>```python\n1/0\n```</think>So:\n```python\n{code}\n```\n", extra={"tests": tests}
         )
         for row, (code, tests) in enumerate(pairs)
     ]
-    return [(score.value, score.cause) for score in part(cases)]
+    return [(score.value, score.cause) for score in reward(cases)]
 
 
 def test_right_answers_in_every_format():
@@ -176,6 +176,6 @@ def test_no_code_is_the_policys_fault():
 
 
 def test_time_is_bounded_for_all_samples_together():
-    part = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 30.0}))
+    reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 30.0}))
     case = ScoreRequest("0/0", "p", "while True: pass", extra={"tests": STDIO})
-    assert {(score.value, score.cause) for score in part([case] * 6)} == {(None, "not_run")}
+    assert {(score.value, score.cause) for score in reward([case] * 6)} == {(None, "not_run")}

@@ -27,9 +27,9 @@ def base(served, answer):
 def test_what_the_judge_is_asked(served, answering):
     url = base(served, lambda handler, body: answering(handler, completion('{"score": 7}')))
     template = "Q {prompt} A {answer} R {response} from {low} to {high} {unknown} %s {0}"
-    part = judge(url, template=template, model="big", max_tokens=5)
+    reward = judge(url, template=template, model="big", max_tokens=5)
     hostile = "{answer} {prompt} {0} \\1 \\g<0>"
-    assert [score.value for score in part([ScoreRequest("0/0", "P", hostile, None)])] == [7.0]
+    assert [score.value for score in reward([ScoreRequest("0/0", "P", hostile, None)])] == [7.0]
     assert served.seen[0][2] == {
         "model": "big",
         "messages": [{"role": "user", "content": f"Q P A  R {hostile} from 0.0 to 10.0 {{unknown}} %s {{0}}"}],
@@ -94,8 +94,8 @@ def test_a_judge_that_cannot_be_read(served, answering, answer, cause):
 def test_a_pattern_that_takes_for_ever(served, answering, monkeypatch):
     monkeypatch.setattr("megarl.rewards.judge.REGEX_S", 0.2)
     url = base(served, lambda handler, body: answering(handler, completion("a" * 40 + "b")))
-    part = judge(url, parse="regex", pattern=r"(a+)+$")
-    assert part([ScoreRequest("0/0", "p", "r", "a")])[0].cause == "unparsed"
+    reward = judge(url, parse="regex", pattern=r"(a+)+$")
+    assert reward([ScoreRequest("0/0", "p", "r", "a")])[0].cause == "unparsed"
 
 
 def test_retries_and_order_are_those_of_any_server(served, answering):

@@ -123,7 +123,7 @@ def step_lengths(steps, scale=1.0):
     return [scale * len(step) for step in steps]
 
 
-def part(**options):
+def process(**options):
     return make_process(Reward(name="process", options={"scorer": f"{HERE}:step_lengths", **options}), decode)
 
 
@@ -132,7 +132,7 @@ def case(text: str) -> ScoreRequest:
 
 
 def test_scores_of_steps():
-    score = part(splitter="newline", options={"scale": 2.0})([case("ab\nb"), case("")])
+    score = process(splitter="newline", options={"scale": 2.0})([case("ab\nb"), case("")])
     assert score[0].steps == ((0, 6.0), (1, 2.0)) and score[0].value == 4.0
     assert score[1].steps == () and score[1].value == 0.0
 
@@ -150,12 +150,12 @@ def test_scores_of_steps():
 )
 def test_a_step_without_a_score_leaves_the_sample_out(scorer, cause):
     setattr(sys.modules[HERE], "_scorer", scorer)  # noqa: B010 (where a dotted path reaches it)
-    score = part(scorer=f"{HERE}:_scorer", splitter="newline")([case("ab\nb")])[0]
+    score = process(scorer=f"{HERE}:_scorer", splitter="newline")([case("ab\nb")])[0]
     assert (score.value, score.cause, score.steps) == (None, cause, None)
 
 
 def test_a_splitter_that_takes_for_ever():
-    scores = part(splitter="regex", pattern="(a+)+$", function_s=0.3)([case("a" * 40 + "b"), case("b")])
+    scores = process(splitter="regex", pattern="(a+)+$", function_s=0.3)([case("a" * 40 + "b"), case("b")])
     assert [score.cause for score in scores] == ["timeout", ""]
 
 

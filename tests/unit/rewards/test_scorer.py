@@ -202,7 +202,7 @@ def test_servers_are_asked_while_rules_run(served):
 
 
 class Hangs:
-    """A part that does not keep to its own limit."""
+    """A reward that exceeds its own time limit."""
 
     def __init__(self, over):
         self.over = over
@@ -212,7 +212,7 @@ class Hangs:
         return []
 
 
-def test_a_part_that_hangs_is_left_and_named(served, caplog):
+def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     scorer = make_scorer([Reward(name="accuracy")])
     stuck = BatchReward("stuck", 1.0, Hangs(served.over), total_s=0.2)
     scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
@@ -228,7 +228,7 @@ class Breaks(Hangs):
         raise RuntimeError("a defect of ours")
 
 
-def test_a_part_that_raises_does_not_end_the_run():
+def test_a_reward_that_raises_does_not_end_the_run():
     scorer = make_scorer([Reward(name="accuracy")])
     scorer = replace(scorer, rewards=(BatchReward("broken", 1.0, Breaks(None)),))
     assert score_one(scorer).extra["dropped"] == "reward/broken/error"

@@ -95,6 +95,15 @@ def test_what_cannot_be_pickled_is_left_behind():
         elsewhere(lambda: 1 // 0, {})
 
 
+def test_a_functions_own_timeout_is_not_the_limit():
+    def times_out():
+        raise TimeoutError("of a socket")
+
+    for where in (here, elsewhere):
+        with pytest.raises(TimeoutError, match="of a socket"):
+            where(times_out, {})
+
+
 def test_the_alarm_is_as_before():
     def mine(number, frame):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def by_slices(slices: list[ShardSlice], numel: int) -> Callable[[IndexTensors], 
     ids=lambda value: type(value).__name__,
 )
 def test_slices_are_found_again(rule: Rule, numel: int) -> None:
-    slices = list(rule.boxes(SECOND))
+    slices = list(rule.slices(SECOND))
     assert sorted(landed(by_slices(slices, numel)), key=str) == sorted(slices, key=str)
 
 
@@ -105,11 +106,14 @@ def test_a_swapped_row_and_a_missing_one_are_seen() -> None:
 
 def test_names_and_shapes_are_read_from_headers(tmp_path: Path) -> None:
     def write(file: str, header: str) -> None:
-        (tmp_path / file).write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        (tmp_path / file).write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(48))
 
     with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
         header_shapes(tmp_path)
-    one, other = ({name: {"shape": list(SIZES[name])}} for name in ("q", "norm"))
+    one, other = (
+        {name: {"dtype": "U8", "shape": list(SIZES[name]), "data_offsets": [0, prod(SIZES[name])]}}
+        for name in ("q", "norm")
+    )
     write("a.safetensors", json.dumps({"__metadata__": {"format": "pt"}} | one))
     write("b.safetensors", json.dumps(other))
     assert header_shapes(tmp_path) == {"q": (8, 6), "norm": (6,)}
