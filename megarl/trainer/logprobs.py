@@ -20,15 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["TokenOutputs", "VocabShard", "token_outputs"]
+from megarl.types import TokenOutputs
+
+__all__ = ["VocabShard", "token_outputs"]
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutputs:
-    logprobs_T: Tensor  # fp32, of the label
-    entropy_T: Tensor | None  # fp32
 
 
 @dataclass(frozen=True, slots=True)
