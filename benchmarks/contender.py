@@ -1,6 +1,6 @@
-"""One contender in a process of its own: `python -m benchmarks.contender REQUEST` prints one JSON object, last.
+"""Runs one contender in a fresh process: `python -m benchmarks.contender REQUEST` prints a JSON object at its end.
 
-Peak memory is what the first call adds to the resident memory that the process had with its inputs made.
+Peak memory is what the first call adds to the resident memory of the process, whose inputs exist by then.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _outcome(returned: object) -> Outcome:
 
 
 def _median_s(call: Callable[[], object], budget_s: float) -> tuple[float, float | None]:
-    """On the clock, and of this process's CPUs, None where a call measures itself: it may have others work.
-    The first call is not counted: it warms up this number of threads."""
-    taken: list[tuple[float, float]] = []
+    """Median wall time and CPU time of a call, repeated for `budget_s` after one warm-up call. No CPU time for calls
+    that measure themselves, as other processes may do their work."""
+    times: list[tuple[float, float]] = []
     measures_itself = False
     until = time.perf_counter() + budget_s
     for number in range(MAX_CALLS + 1):
@@ -71,14 +71,14 @@ def _median_s(call: Callable[[], object], budget_s: float) -> tuple[float, float
         own_s = returned.seconds if isinstance(returned, Outcome) else None
         measures_itself = own_s is not None
         if number:
-            taken.append((wall_s if own_s is None else own_s, cpu_s))
+            times.append((wall_s if own_s is None else own_s, cpu_s))
         del returned
-    cpu_s = None if measures_itself else median(cpu_s for _, cpu_s in taken)
-    return median(wall_s for wall_s, _ in taken), cpu_s
+    cpu_s = None if measures_itself else median(cpu_s for _, cpu_s in times)
+    return median(wall_s for wall_s, _ in times), cpu_s
 
 
 def _reset_peak() -> int | None:
-    """Resident bytes now, from where the peak is counted; None where only the peak of the whole process is known."""
+    """Reset the peak of resident memory; returns the resident bytes now."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status_bytes("VmRSS")
@@ -101,13 +101,13 @@ def _status_bytes(name: str) -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 if __name__ == "__main__":

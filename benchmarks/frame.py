@@ -1,4 +1,4 @@
-"""Cases are timed here: contenders in fresh processes, round by round, outputs compared before anything is shown.
+"""Times the contenders of a case in fresh processes, round by round, and compares their outputs.
 
 Case --run_case--> contender.py (a process for each contender and round) --> [Result]
 """
@@ -28,35 +28,35 @@ TIMEOUT_S = 600.0
 class Contender:
     label: str
     function: str  # "module:function"; function(**arguments) -> call
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # plain values, on top of those of the case
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values, added to those of the case
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is compared: the first contender is the one the others are compared with."""
+    """A comparison: the outputs and times of all contenders are compared with the first one's."""
 
     name: str
     contenders: tuple[Contender, ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # plain values
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     threads: tuple[int, ...] = (1,)  # each gets a row
     rtol: float = 1e-5
     atol: float = 1e-6
     with_memory: bool = False
-    at_least: float | None = None  # how many times as fast the first must be as the fastest of the others
+    at_least: float | None = None  # target: how many times as fast the first should be as each of the others
     call_s: float = 1.0  # how long a process repeats the call
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call may return instead of an array."""
+    """What a call may return in place of an array."""
 
     output: np.ndarray | None = None
-    seconds: float | None = None  # of the part that counts, where the call does more than that
-    figures: dict[str, float] = field(default_factory=dict)  # shown as they are
+    seconds: float | None = None  # measured by the call itself
+    figures: dict[str, float] = field(default_factory=dict)  # shown unchanged
 
 
 class Missing(Exception):
-    """Other software that is not installed. The text says how to install it."""
+    """Other software is not installed; the message is how to install it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +66,45 @@ class Result:
     case: str
     contender: str
     threads: int
-    seconds: float | None = None  # median over the processes; None: it did not run
+    seconds: float | None = None  # median over the processes; None if it did not run
     fastest_s: float | None = None
     slowest_s: float | None = None
-    cpu_seconds: float | None = None  # as `seconds`, of the CPUs: what is left of it on a busy machine
-    peak_bytes: int | None = None  # resident memory above that of the inputs, in the first call
+    cpu_seconds: float | None = None  # CPU time: less affected than `seconds` by other load
+    peak_bytes: int | None = None  # resident memory that the first call adds to its inputs'
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    note: str = ""  # why it did not run, or how far its output is from the first contender's
+    note: str = ""  # why it did not run, or the largest difference from the first contender's output
     is_equal: bool = True
-    speedup: float | None = None  # of the first contender over this one
+    speedup: float | None = None  # of the first contender over this one: seconds / the first's seconds
     at_least: float | None = None
 
 
-def run_case(case: Case, *, rounds: int, say: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Every contender at every number of threads. A contender that fails or is missing is a row that says so."""
-    told: dict[str, list[dict[str, Any]]] = {contender.label: [] for contender in case.contenders}
+def run_case(case: Case, *, rounds: int, progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """One result per contender and number of threads; the note of a contender that failed or is missing says why."""
+    answers: dict[str, list[dict[str, Any]]] = {contender.label: [] for contender in case.contenders}
     notes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        outputs = {label: Path(folder) / f"{number}.npy" for number, label in enumerate(told)}
+        outputs = {label: Path(folder) / f"{number}.npy" for number, label in enumerate(answers)}
         for round_ in range(rounds):
             for contender in case.contenders if round_ % 2 == 0 else case.contenders[::-1]:
                 label = contender.label
                 if label in notes:
                     continue
-                say(f"{case.name}: {label}, round {round_ + 1} of {rounds}")
-                answer = _ask(case, contender, outputs[label] if round_ == 0 else None)
+                progress(f"{case.name}: {label}, round {round_ + 1} of {rounds}")
+                answer = _run_contender(case, contender, outputs[label] if round_ == 0 else None)
                 if "error" in answer:
                     notes[label] = answer["error"]
                 else:
-                    told[label].append(answer)
+                    answers[label].append(answer)
         compared = _compare(case, outputs)
-    results = [_result(case, label, of, told[label], notes, compared) for of in case.threads for label in told]
+    results = [
+        _result(case, label, threads, answers[label], notes, compared) for threads in case.threads for label in answers
+    ]
     return [_with_speedup(result, results) for result in results]
 
 
-def _ask(case: Case, contender: Contender, output: Path | None) -> dict[str, Any]:
-    """One fresh process: {"seconds": {threads: median}, "peak_bytes", "figures", "versions"}, or {"error": why}."""
+def _run_contender(case: Case, contender: Contender, output: Path | None) -> dict[str, Any]:
+    """A fresh process reports {"seconds": {threads: median}, "peak_bytes", "figures", "versions"} or {"error": why}."""
     request = {
         "function": contender.function,
         "arguments": {**case.arguments, **contender.arguments},
@@ -115,7 +117,7 @@ def _ask(case: Case, contender: Contender, output: Path | None) -> dict[str, Any
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {TIMEOUT_S:.0f} s"}
+        return {"error": f"timed out after {TIMEOUT_S:.0f} s"}
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
@@ -123,7 +125,7 @@ def _ask(case: Case, contender: Contender, output: Path | None) -> dict[str, Any
 
 
 def _compare(case: Case, outputs: Mapping[str, Path]) -> dict[str, tuple[bool, str]]:
-    """For each contender but the first: whether its output is the first's, and how far apart they are."""
+    """For each contender but the first: whether its output equals the first's, and the largest difference."""
     first = next(iter(outputs))
     if not outputs[first].exists():
         return {}
@@ -146,15 +148,15 @@ def _result(
     case: Case,
     label: str,
     threads: int,
-    told: list[dict[str, Any]],
+    answers: list[dict[str, Any]],
     notes: Mapping[str, str],
     compared: Mapping[str, tuple[bool, str]],
 ) -> Result:
     if label in notes:
         return Result(case.name, label, threads, note=notes[label])
-    seconds = [answer["seconds"][str(threads)] for answer in told]
-    cpu_seconds = [s for answer in told if (s := answer["cpu_seconds"][str(threads)]) is not None]
-    peaks = [answer["peak_bytes"] for answer in told if answer["peak_bytes"] is not None]
+    seconds = [answer["seconds"][str(threads)] for answer in answers]
+    cpu_seconds = [s for answer in answers if (s := answer["cpu_seconds"][str(threads)]) is not None]
+    peaks = [answer["peak_bytes"] for answer in answers if answer["peak_bytes"] is not None]
     is_equal, note = compared.get(label, (True, ""))
     return Result(
         case.name,
@@ -165,8 +167,8 @@ def _result(
         slowest_s=max(seconds),
         cpu_seconds=median(cpu_seconds) if cpu_seconds else None,
         peak_bytes=int(median(peaks)) if case.with_memory and peaks else None,
-        figures=told[-1]["figures"],
-        versions=told[-1]["versions"],
+        figures=answers[-1]["figures"],
+        versions=answers[-1]["versions"],
         note=note,
         is_equal=is_equal,
         at_least=case.at_least,

@@ -1,9 +1,9 @@
 """Log-prob of each label from hidden states, with the gradients of hidden states and output weight.
 
-"recompute": what never holds [T, vocab], forward or backward: verl's FusedLinearForPPO, TRL's chunked kernel. "plain":
-what does, by its fastest public function: verl's logprobs_from_logits, Megatron-Core's vocab_parallel_cross_entropy,
-and torch's log_softmax. Entropy is "none", a "value" to look at, or has its "gradient" too; verl's fused function
-always computes it. The output compared is log-probs, entropy, both gradients (every 97th row of the weight's).
+"recompute" cases never materialise [T, vocab], forward or backward: verl's FusedLinearForPPO, TRL's chunked kernel.
+"plain" cases do: verl's logprobs_from_logits, Megatron-Core's vocab_parallel_cross_entropy, torch's log_softmax.
+Entropy is "none", a "value" to report, or has its "gradient" too; verl's fused function always computes it. Compared
+are log-probs, entropy and both gradients (every 97th row of the weight's).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.trainer.model import init_parallel
 __all__ = ["CASES", "megatrons", "ours", "plain", "plain_forward", "trls", "verls_fused", "verls_logits"]
 
 VOCAB = 151_936
-LARGE = 4096  # tokens from which on a call takes so long that it is made once
+LARGE = 4096  # tokens; from here on a call takes long and is made once
 HERE = "benchmarks.logprobs"
 OURS = Contender("megarl", f"{HERE}:ours")
 VERL = Contender("verl fused", f"{HERE}:verls_fused")
@@ -90,7 +90,7 @@ def _call(tokens: int, hidden: int, entropy: str, read: LogProbs) -> Callable[[]
             kept.append(entropy_T.detach())
         return Outcome(torch.cat(kept).numpy())
 
-    # one call of the largest case takes half a minute: its figure is the first call's, which is what memory is of
+    # one call of the largest case takes half a minute: time and memory are those of the first call
     return cache(_timed(call)) if tokens >= LARGE else call
 
 
@@ -121,7 +121,7 @@ def verls_fused(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]
 
 
 def trls(tokens: int, hidden: int, entropy: str, columns: int = 32768) -> Callable[[], Outcome]:
-    """`columns` as TRL's trainers have them, on GPUs; fewer suit a CPU's cache."""
+    """The default of `columns` is that of TRL's trainers, for GPUs; fewer suit a CPU's cache."""
     function = trl_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     outputs = () if entropy == "none" else ("entropy",)
 
@@ -160,7 +160,7 @@ def plain(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
 
 
 def plain_forward(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
-    """No gradient, row by row: the least that the plain way takes. Its output is not compared."""
+    """Without gradients, row by row: a lower bound of the plain cases. Its output is not compared."""
     assert entropy == "none"
     hidden_TH, weight_VH, labels_T, _ = _inputs(tokens, hidden)
 

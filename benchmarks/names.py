@@ -1,4 +1,4 @@
-"""Every bench: its name, what it compares, its module. A contender's process is started by these names too."""
+"""The benchmarks: name, what is compared, module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BENCHES", "Bench", "cases"]
 @dataclass(frozen=True, slots=True)
 class Bench:
     about: str
-    module: str  # holds CASES
+    module: str  # that defines CASES
 
 
 BENCHES: dict[str, Bench] = {
@@ -30,10 +30,10 @@ BENCHES: dict[str, Bench] = {
 
 
 def cases(name: str) -> tuple[Case, ...]:
-    """Raises ValueError for a name that does not exist."""
+    """The cases of a benchmark. Raises ValueError for an unknown name."""
     if name not in BENCHES:
         near = difflib.get_close_matches(name, BENCHES, n=1)
         raise ValueError(
-            f"no bench {name!r}; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(BENCHES)}"
+            f"no benchmark {name!r}; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(BENCHES)}"
         )
     return import_module(BENCHES[name].module).CASES

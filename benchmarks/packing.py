@@ -1,8 +1,8 @@
 """Rows into bins and bins to ranks: first fit decreasing against MFFD, our partition against verl's Karmarkar-Karp.
 
 MFFD is written here from the published algorithm (Johnson and Garey, "A 71/60 theorem for bin packing", Journal of
-Complexity 1, 1985); first fit itself uses a tree of the rooms left, without which it is quadratic. The output compared
-is that each item lies in one bin and that no bin overflows; `bins` and `over bound` say how good the packing is.
+Complexity 1, 1985); first fit itself uses a tree of the space left, without which it is quadratic. Compared is that
+each item lies in one bin and that no bin overflows; `bins` and `over bound` measure the quality of the packing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def mffd(items: int, longest: int) -> Callable[[], Outcome]:
 
 
 def pack_mffd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Large items first, a bin each; then a medium one beside as many as can take one, the fullest bin first; then two
+    """Large items first, a bin each; then a medium item into each bin that has space, the fullest bin first; then two
     small ones, the emptiest bin first; then whatever fits, the fullest first; the rest by first fit decreasing.
     """
     rest = _Sorted(lengths, [item for item, length in enumerate(lengths) if length <= capacity / 2])
@@ -107,7 +107,7 @@ def pack_mffd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class _Sorted:
-    """Items by rising length."""
+    """Items in ascending order of length."""
 
     def __init__(self, lengths: Sequence[int], items: Sequence[int]) -> None:
         self._of = lengths
@@ -115,14 +115,14 @@ class _Sorted:
         self._lengths = [lengths[item] for item in self.items]
 
     def split(self, above: float) -> _Sorted:
-        """Take out those longer than `above`."""
+        """Remove and return the items longer than `above`."""
         at = bisect_right(self._lengths, above)
         taken = _Sorted(self._of, self.items[at:])
         del self.items[at:], self._lengths[at:]
         return taken
 
     def largest(self, room: int) -> int | None:
-        """Take out the largest that fits."""
+        """Remove and return the largest item that fits."""
         at = bisect_right(self._lengths, room) - 1
         return None if at < 0 else self.pop(at)
 
@@ -132,7 +132,7 @@ class _Sorted:
 
 
 def _first_fit(lengths: Sequence[int], items: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each into the first bin with room, found by a tree of the most room in each half of the bins."""
+    """Each item into the first bin with space for it, located in a tree of the largest space in each half of bins."""
     leaves = 1 << max(1, len(items)).bit_length()
     most = [capacity] * (2 * leaves)
     bins: list[list[int]] = []

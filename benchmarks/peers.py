@@ -1,7 +1,7 @@
-"""Other software, imported from where the user installed it; nothing of it is needed by anything else here.
+"""Imports of other software to compare with. Nothing else needs it.
 
-verl's maths lies in a module that imports the whole of verl, and that a few packages the maths never calls. Those
-of them that are not installed are given as empty stand-ins, in the benchmark's process only, so that
+verl's functions live in a module that imports all of verl, which imports a few packages that these functions never
+call. Those of them that are not installed are replaced by empty modules in the benchmark's process, so that
 `pip install --no-deps verl==0.9.1` is enough.
 """
 
@@ -47,7 +47,7 @@ def trl_module(name: str) -> ModuleType:
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds the named packages, all of them empty."""
+    """Imports the named packages as empty modules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -63,7 +63,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 class _Anything(type):
-    """A class whose attributes are itself: a base class, a decorator, an annotation, a constant."""
+    """Metaclass of a class usable as a base class, decorator, annotation or constant."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The command: names to cases, cases to results, results to a table and a file."""
+"""Run the cases of the named benchmarks; print a table and write a file."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ __all__ = ["bench", "describe"]
 
 
 def describe() -> str:
-    """One line a bench."""
+    """One line per benchmark."""
     return "\n".join(f"{name:12} {bench.about}" for name, bench in BENCHES.items())
 
 
 def bench(names: Sequence[str], *, only: str = "", rounds: int = 3, json_file: Path | None = None) -> bool:
-    """Run all cases of the named benches; False where a contender's output was not ours, or ours failed.
+    """Run all cases of the named benchmarks whose name contains `only`.
 
-    Raises ValueError for a name that does not exist, for `only` that no case holds, and for less than one round.
+    Returns False if a contender's output differs from megarl's, or megarl failed. Raises ValueError for an unknown
+    name, for an `only` that matches no case, and for less than one round.
     """
     if rounds < 1:
         raise ValueError(f"--rounds={rounds}; at least 1")
     chosen = [case for name in names for case in cases(name) if only in case.name]
     if not chosen:
-        raise ValueError(f"no case of {', '.join(names)} holds --only={only!r}")
+        raise ValueError(f"no case of {', '.join(names)} contains --only={only!r}")
     run: dict[str, Any] = {"rounds": rounds, "before": machine()}
     results: list[Result] = []
     for case in chosen:
-        found = run_case(case, rounds=rounds, say=lambda text: print(text, file=sys.stderr))
+        case_results = run_case(case, rounds=rounds, progress=lambda text: print(text, file=sys.stderr))
         run["after"] = machine()
-        results += found
-        show(found)
-        if json_file is not None:  # after every case: whoever stops a long bench keeps what it has found
+        results += case_results
+        show(case_results)
+        if json_file is not None:  # after every case: a long benchmark that is stopped keeps its results
             write_json(json_file, results, run)
     show_run(results, run)
     failed = any(result.seconds is None and result.contender == "megarl" for result in results)

@@ -3,10 +3,10 @@
     setup: ranks are started once, each with its shards, an engine's memory and a Publisher     call: one sync, timed
 
 Both contenders run the same Publisher, with its checksums, over the same transport. The baseline does what most
-systems do, in its kindest form: every rank receives every tensor whole (planned, in buckets, no collective a tensor)
+systems do, in its kindest form: every rank receives every tensor whole (planned, in messages, no collective per tensor)
 and then copies the slices that its engine keeps. What is compared is what lies in the engines afterwards.
 
-What verification costs is shown by the same sync with nothing checked: no checksum of a bucket, nothing read back.
+What verification costs is shown by the same sync with nothing checked: no checksums of messages, nothing read back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -27,20 +26,19 @@ from benchmarks.frame import Case, Contender, Outcome
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices
-from megarl.models.shape import ModelShape, parse_model
+from megarl.models.registry import hf_shapes, megatron_slices, parse_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
-from megarl.weights import execute
-from megarl.weights.checksum import copy_and_verify, positional_checksum
-from megarl.weights.plan import Message
-from megarl.weights.publish import Publisher
+from megarl.weights import execute, memory_receiver
+from megarl.weights.memory_receiver import MemoryReceiver
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
 
-__all__ = ["CASES", "Memory", "gathered", "sharded"]
+__all__ = ["CASES", "Memory", "gathered", "room_for", "sharded", "slice_of", "view"]
 
 TRAINER, ENGINE = Parallel(tensor=2, pipeline=2), 2  # ranks of one replica of the engine
-BUCKET_BYTES = 4 << 20
+ROUND_BYTES = 4 << 20
 MODELS = {
     "dense": {"family": "qwen3", "tied": True, "layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 8192},
     "experts": {"family": "qwen3_moe", "tied": False, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2,
@@ -81,72 +79,43 @@ def gathered(world: int, model: str) -> Callable[[], Outcome]:
     return _Ranks(world, model, gather=True, is_checked=True).sync
 
 
-@dataclass
-class Memory:
-    """publish.Receiver over plain memory, for any boxes."""
+class Memory(MemoryReceiver):
+    """A receiver with memory of its own, for any slices."""
 
-    boxes: Sequence[ShardSlice]
-    dtype: torch.dtype = torch.float32
-    is_checked: bool = True
-    memory: dict[str, Tensor] = field(init=False)
-    version: int | None = None
-    begun: list[bool] = field(default_factory=list)  # of each sync: were places to be proven
-    _loaded: dict[str, int] = field(default_factory=dict)
+    def __init__(self, slices: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(slices, room_for(slices, dtype), dtype)
+        self.begun: list[bool] = []  # of each sync: whether placement was to be checked
 
-    def __post_init__(self) -> None:
-        self.memory = room_for(self.boxes, self.dtype)
-
-    def begin(self, *, places: bool) -> None:
-        self._loaded, self.version = {}, None
-        self.begun.append(places)
-
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong, at = torch.zeros((), dtype=torch.int64), 0
-        for piece in message.pieces:
-            into = piece.destination
-            here = self.memory[into.param].as_strided(piece.shape, into.strides, into.offset)
-            part = flat[at : at + piece.numel].view(piece.shape)
-            if self.is_checked:
-                wrong += copy_and_verify(part, here)
-            else:
-                here.copy_(part)
-            self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
-            at += piece.numel
-        return wrong
-
-    def seal(self) -> Mapping[str, int]:
-        return self._loaded
-
-    def places(self) -> Tensor:
-        return torch.stack([positional_checksum(view(self.memory, box), box.start) for box in self.boxes])
-
-    def finish(self, version: int) -> None:
-        self.version = version
-
-    def abort(self) -> None:
-        self.version = None
+    def begin(self, *, check_placement: bool) -> None:
+        super().begin(check_placement=check_placement)
+        self.begun.append(check_placement)
 
 
-def room_for(boxes: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Memory for what boxes say; what no box covers is NaN, so that sending it would show."""
+def copy_unchecked(part: Tensor, into: Tensor) -> Tensor:
+    into.copy_(part)
+    return torch.zeros((), dtype=torch.int64)
+
+
+def room_for(slices: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Memory that the slices describe; what none covers is NaN, so that sending it would show."""
     sizes: dict[str, int] = {}
-    for box in boxes:
-        last = sum((n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True))
-        sizes[box.param] = max(sizes.get(box.param, 0), box.offset + last + 1)
+    for part in slices:
+        last = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
+        sizes[part.param] = max(sizes.get(part.param, 0), part.offset + last + 1)
     return {name: torch.full((size,), torch.nan).to(dtype) for name, size in sizes.items()}
 
 
-def view(memory: Mapping[str, Tensor], box: ShardSlice) -> Tensor:
-    return memory[box.param].as_strided(box.shape, box.strides, box.offset)
+def view(memory: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
+    return memory[part.param].as_strided(part.shape, part.strides, part.offset)
 
 
-def held(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
+def slices_of_rank(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
     padded = -(-shape.vocab // (8 * parallel.tensor)) * 8 * parallel.tensor
     return megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=padded)
 
 
 class _Ranks:
-    """Processes that wait for a word to sync, and end with this one."""
+    """Processes that sync when asked to, and end with this one."""
 
     def __init__(self, world: int, model: str, *, gather: bool, is_checked: bool) -> None:
         with socket.socket() as free:
@@ -181,33 +150,27 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
     if not is_checked:
         execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
-    sources = [held(shape, trainer, world, r) for r in range(world)]
+        memory_receiver.copy_and_verify = copy_unchecked
+    sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])
-    for name, size in shapes.items():
-        whole = torch.randn(size, generator=generator)
-        for box in sources[rank]:
-            if box.name == name:
-                view(parameters, box).copy_(_slice(whole, box))
+    full = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
+    for part in sources[rank]:
+        view(parameters, part).copy_(slice_of(full, part))
     slices = Parallel(tensor=tensor, expert_tensor=tensor)  # as vLLM: every rank keeps a slice of every expert
-    engine = Memory(held(shape, slices, tensor, rank % tensor), is_checked=is_checked)
-    receiver = engine
+    destinations = [slices_of_rank(shape, slices, tensor, r % tensor) for r in range(world)]
+    engine = receiver = Memory(destinations[rank])
     if gather:
-        receiver = Memory(
-            [ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()]
-        )
-    publisher = Publisher.connect(
-        sources=sources,
-        expected=shapes,
-        parameters=lambda: parameters,
-        receiver=receiver,
-        ranks_per_replica=1 if gather else tensor,
-        transport=Collective() if world > 1 else InProcess(),
-        dtype=torch.float32,
-        bucket_bytes=BUCKET_BYTES,
-    )
-    publisher.publish(version=0)  # the first proves places, which later ones do not
-    moved, messages = publisher.plan.bytes_received, len(publisher.plan.messages)
+        whole = [ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()]
+        destinations, receiver = [whole] * world, Memory(whole)
+    replica = 1 if gather else tensor
+    weights = WeightFormat(shapes, torch.float32)
+    plan = plan_slices(weights, sources, destinations, ranks_per_replica=replica, round_bytes=ROUND_BYTES)
+    sender = WeightSender(sources[rank], lambda: parameters)
+    transport = Collective() if world > 1 else InProcess()
+    publisher = Publisher.connect(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
+    publisher.publish(version=0)  # the first checks placement, which later ones do not
+    moved, messages = publisher.plan.bytes_received, len(publisher.plan.message_bytes)
     pipe.send((0.0, moved, messages, 0.0))
     while True:
         try:
@@ -218,15 +181,16 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
         began = time.perf_counter()
         publisher.publish(version=1)
         if gather:
-            for box in engine.boxes:
-                view(engine.memory, box).copy_(_slice(receiver.memory[box.name].view(shapes[box.name]), box))
+            tensors = {name: receiver.memory[name].view(size) for name, size in shapes.items()}
+            for part in engine.slices:
+                view(engine.memory, part).copy_(slice_of(tensors, part))
         seconds = time.perf_counter() - began
-        kept = sum(float(view(engine.memory, box).double().abs().sum()) for box in engine.boxes)
+        kept = sum(float(view(engine.memory, part).double().abs().sum()) for part in engine.slices)
         pipe.send((seconds, moved, messages, kept))
 
 
-def _slice(whole: Tensor, box: ShardSlice) -> Tensor:
-    return whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+def slice_of(full: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
+    return full[part.name][tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))]
 
 
 def _strides(size: tuple[int, ...]) -> tuple[int, ...]:

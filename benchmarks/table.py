@@ -20,7 +20,7 @@ __all__ = ["machine", "show", "show_run", "write_json"]
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on. `load`: processes that wanted a CPU in the last 1, 5 and 15 minutes."""
+    """The machine and its load averages over 1, 5 and 15 minutes."""
     return {"cpu": _cpu_name(), "cpus": os.cpu_count(), "load": [round(load, 2) for load in os.getloadavg()]}
 
 
@@ -31,14 +31,14 @@ def _cpu_name() -> str:
 
 
 def show(results: Sequence[Result]) -> None:
-    """One case."""
+    """Print the table of one case."""
     columns = (
         "threads",
         "contender",
         "median ms",
         "fastest - slowest",
         "CPU ms",
-        "over ours",
+        "over megarl",
         "peak MiB",
         "output",
     )
@@ -49,13 +49,13 @@ def show(results: Sequence[Result]) -> None:
 
 
 def show_run(results: Sequence[Result], run: dict[str, Any]) -> None:
-    """`run`: rounds, and the machine before and after."""
+    """Print rounds, machine and versions; `run` has `rounds`, and the machine `before` and `after`."""
     before, after = run["before"], run["after"]
     versions: dict[str, str] = {}
     for result in results:
         versions |= result.versions
     for line in (
-        f"Medians of {run['rounds']} fresh processes a contender.",
+        f"Medians of {run['rounds']} fresh processes per contender.",
         f"{before['cpus']} x {before['cpu']}, load {before['load'][0]} before and {after['load'][0]} after.",
         ", ".join(f"{name} {number}" for name, number in versions.items()),
     ):
@@ -86,5 +86,5 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def write_json(path: Path, results: Sequence[Result], run: dict[str, Any]) -> None:
-    told = {**run, "results": [asdict(result) for result in results]}
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    report = {**run, "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The command line: parse, dispatch, exit code. Everything that needs torch happens in the ranks, not here.
+"""The command line: parse, dispatch, exit code. Whatever needs torch runs in the ranks.
 
-Exit codes: 0 done, 1 a defect of ours, 2 the config or input is wrong (one line), 3 a check refused, 130 stopped.
+Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 a check refused, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
-from megarl.platform.env import get_env
+from megarl.platform.env import Env, get_env, is_interactive
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
+    from megarl.config.validate import Job
 
 __all__ = ["main"]
 
 EPILOG = """\
-A config is a YAML file; every value can be changed behind it as section.key=value:
+A config is a YAML file; section.key=value arguments override its values:
   megarl train configs/quickstart.yaml train.steps=20 parallel.tensor=2
-On several nodes start the same program with torchrun (scripts/torchrun_multinode.sh, scripts/slurm.sbatch).
+On several nodes, start the same command with torchrun (scripts/torchrun_multinode.sh, scripts/slurm.sbatch).
 """
 
 
@@ -34,31 +36,32 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; the console script passes it on."""
+    """Run a command; returns its exit code."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if stray := [text for text in rest if text.startswith("-") or "=" not in text]:
         parser.error(f"unknown argument {stray[0]}")
+    # overrides may follow options
+    overrides = [*getattr(args, "overrides", ()), *rest, *(t for t in getattr(args, "layouts", ()) if "=" in t)]
     try:
         if args.command == "report":
             return _report(Path(args.run_dir))
         if args.command == "convert":
             return _convert(args)
         if args.command == "plan":
-            return _plan(args, [*args.overrides, *rest])
+            return _plan(args, overrides)
         if args.command == "check":
-            layouts = [text for text in args.layouts if "=" not in text]
-            return _check(args.config, layouts, [*args.overrides, *rest, *(t for t in args.layouts if "=" in t)])
-        return _run(args.command, args.config, [*args.overrides, *rest], dry_run=getattr(args, "dry_run", False))
+            return _check(args.config, [text for text in args.layouts if "=" not in text], overrides)
+        return _run(args.command, args.config, overrides, dry_run=getattr(args, "dry_run", False))
     except KeyboardInterrupt:
         return STOPPED
-    except BrokenPipeError:  # whoever reads our output has seen enough: `megarl plan ... | head`
-        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue] (nothing is flushed into it at exit)
+    except BrokenPipeError:  # the reader closed the pipe: `megarl plan ... | head`
+        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue] (nothing is flushed at exit)
         return DONE
     except (ValueError, FileNotFoundError) as error:
         if classify(error) != USER:
             raise
-        if get_env("RANK", "0") == "0":  # once, not once a rank
+        if get_env("RANK", "0") == "0":
             print(f"megarl: {' '.join(str(error).split())}", file=sys.stderr)
         return USER
 
@@ -71,41 +74,45 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    train = commands.add_parser("train", help="train as the config says; results go to runs/<run.name>")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    evaluate = commands.add_parser("eval", help="accuracy of a model on fresh problems of the config's task")
-    plan = commands.add_parser("plan", help="what a weight sync will move, in what time; needs no weights and no GPU")
-    check = commands.add_parser("check", help="one update of the config's model and data under several layouts")
-    check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help="as 1 tp2 tp2,pp2; none: the usual")
+    train = commands.add_parser("train", help="train; results go to runs/<run.name>")
+    train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
+    evaluate = commands.add_parser("eval", help="measure a model's accuracy on held-out problems of the task")
+    plan = commands.add_parser("plan", help="bytes and time of a weight sync; needs no weights and no GPU")
+    check = commands.add_parser("check", help="compare one update of the model under several layouts")
+    check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help="e.g. 1 tp2 tp2,pp2; default: usual")
     for command in (train, evaluate, plan, check):
-        command.add_argument("config", metavar="CONFIG", help="a YAML file, as configs/quickstart.yaml")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="change a value, as train.lr=1e-5")
+        command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
     report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
-    plan.add_argument("--bucket-mb", metavar="MB", type=_size, default=512, help="received at once by a GPU (512)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    plan.add_argument(
+        "--messages",
+        metavar="FILE",
+        type=Path,
+        help="write [round, sender, receiver, bytes] of each message, a line each",
+    )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument(
         "source", metavar="SRC", type=Path, help="an HF model, a Megatron checkpoint, or a run's step_<n>"
     )
-    convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion goes on")
-    convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="what DST will be")
-    for name, what in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
-        said = f"cut for N {what}; any layout can load it (1)"
-        convert.add_argument(f"--{name}", metavar="N", type=_size, default=1, help=said)
-    convert.add_argument(
-        "--config", metavar="DIR", type=Path, help="the HF model's folder, where SRC has no config.json"
-    )
-    convert.add_argument("--file-gb", metavar="GB", type=float, default=4.3, help="bytes of a file at most (4.3)")
+    convert.add_argument("target", metavar="DST", type=Path, help="a new folder, or one to resume")
+    convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
+    for name, axis in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
+        convert.add_argument(
+            f"--{name}", metavar="N", type=_size, default=1, help=f"{axis} to split for (1); any layout can load it"
+        )
+    convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
+    convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum size of a file; default: as in export_hf")
     return parser
 
 
 def _size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -115,27 +122,30 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from megarl.config.load import load_config
-    from megarl.planner.weight_sync import describe_weights, plan_weights
-    from megarl.telemetry.plan_figure import draw_flows
+    from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
+    from megarl.telemetry.plan_figure import draw_plan
 
-    plan = plan_weights(load_config(args.config, overrides), gpu=args.gpu, bucket_bytes=args.bucket_mb << 20)
+    plan, figures = plan_weights(load_config(args.config, overrides), gpu=args.gpu)
+    if args.messages:
+        write_messages(plan, args.messages)
     if args.figure:
-        draw_flows(plan, args.figure)
+        draw_plan(figures, args.figure)
     if args.json:
-        print(json.dumps(plan))
+        print(json.dumps(figures))
     else:
-        Console().print(describe_weights(plan))
+        Console().print(describe_weights(figures))
     return DONE
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from megarl.checkpoint.hf import FILE_BYTES
     from megarl.launch.convert import run_convert
     from megarl.layout import Parallel
-    from megarl.platform.env import is_interactive
     from megarl.types import CheckFailed
 
     sizes = Parallel(tensor=args.tp, pipeline=args.pp, expert=args.ep)
-    options = {"config": args.config, "file_bytes": int(args.file_gb * 1e9), "interactive": is_interactive()}
+    file_bytes = FILE_BYTES if args.file_gb is None else int(args.file_gb * 1e9)
+    options = {"config": args.config, "file_bytes": file_bytes, "interactive": is_interactive()}
     try:
         print(run_convert(args.source, args.target, args.to, sizes, **options))
     except CheckFailed as error:
@@ -147,23 +157,34 @@ def _convert(args: argparse.Namespace) -> int:
 def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     from megarl.config.load import load_config
     from megarl.launch.check import check_layouts_of
-    from megarl.platform.env import Env
 
-    return check_layouts_of(load_config(path, overrides), layouts, Env.read())
+    env = Env.read()
+    return check_layouts_of(load_config(path, overrides), layouts, env, partial(_launch, env))
+
+
+def _launch(env: Env, config: Config, job: Job, command: str) -> int:
+    """Run the ranks of a job, or this one if a launcher started it; returns the exit code."""
+    if env.has_launcher:
+        from megarl.launch.worker import run_external
+
+        return run_external(config, env, command)
+    from megarl.launch.spawn import spawn_ranks
+
+    return spawn_ranks(config, job, command)
 
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     from megarl.config.load import load_config, run_dir
     from megarl.launch.preflight import describe, preflight
-    from megarl.platform.env import Env
 
     env = Env.read()
     config = load_config(path, overrides)
-    if command == "eval":  # beside the run of that name, not over it
+    if command == "eval":  # its own folder, beside the run's
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
     try:
         job = preflight(config, env, command=command)
-        _make(run_dir(config), dry_run=dry_run)
+        if not dry_run:
+            _make_folder(run_dir(config))
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
             write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up", time.time()))
@@ -175,38 +196,34 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         print(describe(config, job))
         return DONE
     from megarl.launch.random_model import materialize_model
-    from megarl.launch.spawn import launch
 
-    code = launch(materialize_model(config), env, job, command=command)
+    code = _launch(env, materialize_model(config), job, command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
-        with suppress(FileNotFoundError):  # it was refused before its first step: nothing to draw
-            if config.stage == "rl" and job.model.bridge is None:  # without a table there is no plan to draw
-                _write_plan(config, job.world)
+        with suppress(FileNotFoundError):  # no step has finished
+            if config.stage == "rl" and job.model.bridge is None:  # the planner needs a table
+                _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
             _report(run_dir(config))
     return code
 
 
-def _write_plan(config: Config, world: int) -> None:
-    """The plan of the run's weight sync, for its report."""
+def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
+    """The figures of the run's weight sync, for its report."""
     import json
 
     from megarl.config.load import run_dir
     from megarl.planner.weight_sync import plan_weights
     from megarl.telemetry.report import PLAN
 
-    config = config.model_copy(update={"launch": config.launch.model_copy(update={"processes": world})})
-    (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)), encoding="utf-8")
+    sizes = {"processes": world, "processes_per_node": config.launch.processes_per_node or ranks_per_node}
+    config = config.model_copy(update={"launch": config.launch.model_copy(update=sizes)})
+    (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 
-def _make(folder: Path, *, dry_run: bool) -> None:
-    if dry_run:
-        return
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"{folder} cannot be made ({error.strerror}); name a folder you can write to as run.dir"
-        ) from None
+        raise ValueError(f"cannot create {folder} ({error.strerror}); set run.dir to a writable folder") from None
 
 
 def _report(folder: Path) -> int:

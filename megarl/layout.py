@@ -1,8 +1,7 @@
-"""Where a rank stands on each axis of parallelism: pure world arithmetic, no torch.
+"""A rank's coordinates on each axis of parallelism. Pure arithmetic, no torch.
 
-Ranks are numbered as Megatron-Core's default order ``tp-cp-ep-dp-pp`` numbers them: tensor
-fastest, pipeline slowest. Dense parameters see a grid [pp, dp, cp, tp]; expert parameters see
-a second grid over the same ranks, [pp, edp, ep, etp].
+Ranks are numbered in Megatron-Core's default order ``tp-cp-ep-dp-pp``: tensor fastest, pipeline slowest. Dense
+parameters are distributed over the grid [pp, dp, cp, tp], expert parameters over [pp, edp, ep, etp] of the same ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["Axis", "Layout", "Parallel", "smallest_world", "stage_layers"]
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The sizes a user chooses; everything else is derived from them and the world size."""
+    """Sizes of the parallel axes as configured; data parallelism follows from the world size."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -52,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One rank's coordinates. ``edp`` is data parallelism as expert parameters see it."""
+    """Coordinates of one rank. ``edp`` is the data-parallel axis of expert parameters."""
 
     rank: int
     world: int
@@ -67,10 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
-        """The coordinates of `rank` in a world of `world` ranks.
-
-        Raises ValueError when the sizes do not divide the world.
-        """
+        """Coordinates of `rank` among `world` ranks. Raises ValueError if the sizes do not divide the world."""
         for product, names in (
             (parallel.dense, "tensor x pipeline x context"),
             (parallel.sparse, "expert_tensor x expert x pipeline"),
@@ -100,15 +96,14 @@ class Layout:
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
-    """The least number of ranks that holds the layout: every product must divide it."""
+    """The smallest number of ranks that all products of axis sizes divide."""
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Global indices of the transformer layers of this pipeline rank, one range per virtual chunk.
+    """Global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
 
-    Chunks follow one another round the ranks: chunk v of rank p is number v * pipeline + p. Where the layers do not
-    divide, earlier chunks have one more.
+    Chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more.
     """
     size = layout.pp.size
     count = size * layout.vpp.size

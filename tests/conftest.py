@@ -21,7 +21,6 @@ def outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "MEGARL_JOB_ID",
-        "MEGARL_RUN_DIR",
         "MEGARL_LAUNCHED",
     ):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""The maths, pure functions over flat [T] tensors: each algorithm has one meaning, and takes no backend."""
+"""The maths: pure functions over flat [T] tensors, without any backend."""
 
 from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.aggregation import AGGREGATIONS, WEIGHTS

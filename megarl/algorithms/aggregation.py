@@ -1,8 +1,8 @@
 """From per-token losses to one number: a weight for each token, computed once from the whole batch.
 
-A micro-batch's loss is ``(loss_T * weights_T).sum()`` with its part of the weights, so nothing is divided
-twice and no split of the rows changes the sum. Rows without a True position count nowhere.
-S = rows that have a token, P = groups that have one.
+A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is divided twice and no
+split of the rows changes the sum. Rows without a True position have no effect.
+T = positions, N = rows. Each rule returns the weight of one token of each row, [N] fp64.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from megarl.algorithms.rows import Groups, Rows, clean
 __all__ = ["AGGREGATIONS", "WEIGHTS"]
 
 
+def _token_sum(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1."""
+    return torch.ones_like(rows.num_tokens_N, dtype=torch.float64)
+
+
 def _token_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1 / tokens: DAPO, arXiv 2503.14476."""
     return _token_sum(rows, group_N, constant) / rows.num_tokens_N.sum().clamp(min=1)
 
 
-def _token_sum(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
-    return torch.ones((), dtype=torch.float64, device=rows.mask_T.device)
-
-
-def _seq_mean_token_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
-    return _seq_mean_token_sum(rows, group_N, constant) / rows.num_tokens_N.clamp(min=1)
-
-
 def _seq_mean_token_sum(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1 / rows."""
     return _token_sum(rows, group_N, constant) / (rows.num_tokens_N > 0).sum().clamp(min=1)
 
 
+def _seq_mean_token_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1 / (rows x tokens of the row): GRPO, arXiv 2402.03300."""
+    return _seq_mean_token_sum(rows, group_N, constant) / rows.num_tokens_N.clamp(min=1)
+
+
 def _seq_mean_token_sum_norm(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1 / (rows x constant): Dr. GRPO, arXiv 2503.20783."""
     if not constant or constant <= 0:
         raise ValueError(
             f"seq-mean-token-sum-norm needs a positive constant, not {constant}; give the response budget, "
@@ -44,12 +49,12 @@ def _seq_mean_token_sum_norm(rows: Rows, group_N: Tensor | None, constant: float
 
 
 def _prompt_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
+    """1 / (prompts x tokens of the prompt): ScaleRL, arXiv 2510.13786."""
     if group_N is None:
         raise ValueError("prompt-mean needs group_N [N], the group of each row")
-    group_N = group_N.to(rows.mask_T.device)
-    groups = Groups.of(group_N, rows.num_tokens_N > 0)
-    num_prompts = torch.unique(group_N[rows.num_tokens_N > 0]).numel()
-    return 1.0 / (groups.sum(rows.num_tokens_N.double()).clamp(min=1) * max(num_prompts, 1))
+    groups = Groups.of(group_N.to(rows.mask_T.device), rows.num_tokens_N > 0)
+    num_prompts = torch.unique(groups.group_V[rows.num_tokens_N > 0]).numel()
+    return 1.0 / (groups.sum(rows.num_tokens_N).clamp(min=1) * max(num_prompts, 1))
 
 
 def _weights(
@@ -60,10 +65,9 @@ def _weights(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    """[T] fp64: what one token's loss weighs in the batch's loss; 0 on False positions."""
+    """[T] fp64: the weight of each token's loss in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)
-    weight_N = rule(rows, group_N, constant)
-    return rows.spread(weight_N) if weight_N.ndim else clean(weight_N, rows.mask_T)
+    return rows.spread(rule(rows, group_N, constant))
 
 
 def _aggregate(
@@ -75,14 +79,12 @@ def _aggregate(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    rows = Rows.of(mask_T, cu_seqlens)
-    loss_T, weight_N = clean(loss_T, rows.mask_T), rule(rows, group_N, constant)
-    if not weight_N.ndim:  # of every row the same
-        return loss_T.sum() * weight_N.to(loss_T.dtype)
-    return (loss_T * rows.spread(weight_N).to(loss_T.dtype)).sum()
+    """[]: the batch's loss."""
+    loss_T = clean(loss_T, mask_T.bool())
+    return (loss_T * _weights(rule, mask_T, cu_seqlens, group_N, constant=constant).to(loss_T.dtype)).sum()
 
 
-_OF_ROWS = {  # what a token of each row weighs: [N] fp64, or [] where that is the same in every row
+_RULES = {
     "token-mean": _token_mean,
     "token-sum": _token_sum,
     "seq-mean-token-mean": _seq_mean_token_mean,
@@ -90,5 +92,5 @@ _OF_ROWS = {  # what a token of each row weighs: [N] fp64, or [] where that is t
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
     "prompt-mean": _prompt_mean,
 }
-WEIGHTS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _OF_ROWS.items()}
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {name: partial(_aggregate, rule) for name, rule in _OF_ROWS.items()}
+WEIGHTS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {name: partial(_aggregate, rule) for name, rule in _RULES.items()}

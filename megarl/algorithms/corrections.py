@@ -1,10 +1,11 @@
-"""Weights for the gap between the policy that sampled (the engine's numbers) and the trainer's. Called as
+"""Weights that correct for the mismatch between the engine's log-probs, which sampled, and the trainer's.
 
     CORRECTIONS[name](old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T, **options)
 
-The result is detached and multiplies the per-token policy loss: 1 = as it is, 0 = dropped. Denominators stay
-those of the whole mask. A rollout log-prob that is not finite counts as equal to the trainer's.
-o = the trainer's log-prob before the update, b = the engine's; w = e^(o - b).
+The result [T] is detached and multiplies the per-token policy loss: 1 leaves a token unchanged, 0 drops it.
+Denominators stay those of the whole mask. A rollout log-prob that is not finite counts as equal to the trainer's.
+T = positions, N = rows. l = log-prob under the policy being trained, o = under the trainer's policy before the update,
+b = under the engine's policy; w = e^(o - b).
 """
 
 from __future__ import annotations
@@ -25,12 +26,21 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    log_ratio_T: Tensor  # o - b, 0 on False positions
+    """Clean inputs of every correction."""
+
     rows: Rows
+    log_ratio_T: Tensor  # o - b
     old_logprobs_T: Tensor
-    rollout_logprobs_T: Tensor
     logprobs_T: Tensor | None
     advantages_T: Tensor | None
+
+    @property
+    def weight_T(self) -> Tensor:
+        return _exp(self.log_ratio_T)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _weights(
@@ -49,28 +59,29 @@ def _weights(
     rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T)
     new_T = None if logprobs_T is None else clean(logprobs_T.detach(), mask_T)
     advantages_T = None if advantages_T is None else clean(advantages_T.detach(), mask_T)
-    gap = _Gap(old_T - rollout_T, Rows.of(mask_T, cu_seqlens), old_T, rollout_T, new_T, advantages_T)
+    gap = _Gap(Rows.of(mask_T, cu_seqlens), old_T - rollout_T, old_T, new_T, advantages_T)
     return clean(rule(gap, **options), mask_T)
 
 
 def none(gap: _Gap) -> Tensor:
+    """1: no correction."""
     return torch.ones_like(gap.log_ratio_T)
 
 
 def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
-    """min(w, cap) for each token, at least `floor`: truncated importance sampling."""
-    return gap.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(floor, cap)
+    """Truncated importance sampling: min(w, cap), and at least `floor`. Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"."""
+    return gap.weight_T.clamp(floor, cap)
 
 
 def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
-    """The product of the row's w, at least `floor` and at most `cap`."""
-    log_ratio_N = gap.rows.sum(gap.log_ratio_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return gap.rows.spread(log_ratio_N.exp().clamp(floor, cap))
+    """The product of w over the row, at most `cap` and at least `floor`."""
+    return gap.rows.spread(_exp(gap.rows.sum(gap.log_ratio_T)).clamp(floor, cap))
 
 
 def icepop(gap: _Gap, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """w where it lies in [low, high], else 0: such a token is dropped (IcePop, Ring-1T, arXiv 2510.18855)."""
-    weight_T = gap.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    """IcePop: w where it lies in [low, high], else 0. Ring-1T, arXiv 2510.18855."""
+    weight_T = gap.weight_T
     return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0)
 
 
@@ -81,12 +92,12 @@ def seq_mask(gap: _Gap, *, low: float = 0.999, high: float = 1.001) -> Tensor:
 
 
 def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
-    """0 for the negative-advantage tokens of rows whose mean of o - l exceeds `delta`: off-policy sequence masking
-    (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of o - l exceeds `delta`,
+    else 1. DeepSeek-V3.2, arXiv 2512.02556."""
     if gap.logprobs_T is None or gap.advantages_T is None:
         raise ValueError("correction=opsm needs logprobs_T and advantages_T")
-    far_N = gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta
-    dropped_T = gap.rows.spread(far_N) & (gap.advantages_T < 0)
+    is_off_policy_N = gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta
+    dropped_T = gap.rows.spread(is_off_policy_N) & (gap.advantages_T < 0)
     return (~dropped_T).to(gap.log_ratio_T.dtype)
 
 

@@ -1,9 +1,9 @@
-"""Policy losses, one value a token, unreduced: the caller weighs and sums them (reduce.py). Called as
+"""Policy and value losses, one value per token, unreduced; aggregation.py weighs and sums them.
 
     LOSSES[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, **options) -> loss_T
 
-Inputs are cleaned before any arithmetic, so a False position has loss 0 and gradient 0 whatever lies there.
-l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage.
+T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0 and gradient 0
+whatever it holds. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg = stop gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,31 +19,35 @@ from megarl.algorithms.rows import Rows, at_least_fp32, clean
 
 __all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
 
-LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; beyond it a token has no gradient
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The inputs of every loss, in fp32 at least. The two given ones may hold anything on False positions."""
+    """Clean inputs of every loss, in fp32 at least; `logprobs_T` carries the gradient."""
 
-    given_logprobs_T: Tensor  # carries the gradient
-    given_old_T: Tensor
-    advantages_T: Tensor  # clean
+    logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    advantages_T: Tensor
     mask_T: Tensor
     cu_seqlens: Tensor
 
     @property
-    def logprobs_T(self) -> Tensor:
-        return clean(self.given_logprobs_T, self.mask_T)
+    def rows(self) -> Rows:
+        return Rows.of(self.mask_T, self.cu_seqlens)
 
     @property
     def log_ratio_T(self) -> Tensor:
-        return clean(self.given_logprobs_T - self.given_old_T, self.mask_T)
+        return self.logprobs_T - self.old_logprobs_T
 
     @property
     def ratio_T(self) -> Tensor:
-        return self.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return _exp(self.log_ratio_T)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _per_token(
@@ -57,32 +60,18 @@ def _per_token(
     **options: object,
 ) -> Tensor:
     dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
-    advantages_T = clean(advantages_T.detach(), mask_T).to(dtype)
-    given = (logprobs_T.to(dtype), old_logprobs_T.detach().to(dtype))
-    return rule(_Tokens(*given, advantages_T, mask_T, cu_seqlens), **options)
+    inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
+    return rule(_Tokens(*(clean(x_T.to(dtype), mask_T) for x_T in inputs), mask_T, cu_seqlens), **options)
 
 
-class _Clipped(torch.autograd.Function):
-    """-A times the ratio, bounded on the side that A pushes it to. Kept for the gradient is the loss and a bit a token:
-    d loss / d log-ratio is the loss itself where no bound acts, else 0."""
+def reinforce(tokens: _Tokens) -> Tensor:
+    """REINFORCE: -A l. Does not depend on the old log-probs. Williams 1992."""
+    return -tokens.advantages_T * tokens.logprobs_T
 
-    @staticmethod
-    def forward(
-        ctx: Any, log_ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, dual: float | None
-    ) -> Tensor:
-        ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        is_free_T = ratio_T == log_ratio_T
-        ratio_T = ratio_T.exp_()
-        loss_T = torch.where(advantages_T > 0, ratio_T.clamp(max=1 + high), ratio_T.clamp(1 - low, dual))
-        is_free_T &= ratio_T == loss_T
-        loss_T.mul_(advantages_T).neg_()
-        ctx.save_for_backward(loss_T, is_free_T)
-        return loss_T
 
-    @staticmethod
-    def backward(ctx: Any, *grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        loss_T, is_free_T = ctx.saved_tensors
-        return clean(grad_T[0] * loss_T, is_free_T), None, None, None, None
+def sft(tokens: _Tokens) -> Tensor:
+    """Supervised fine-tuning: -l, the negative log-likelihood of the labels."""
+    return -tokens.logprobs_T
 
 
 def ppo_clip(
@@ -91,23 +80,16 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = 10.0,
-    ratio: Literal["token", "sequence"] = "token",
+    ratio: str = "token",
 ) -> Tensor:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A < 0.
+    """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A < 0.
 
-    Schulman et al. 2017; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020, arXiv 1912.09729. With
-    `ratio` "sequence" each token's is that of its whole row, pi(row) / pi_old(row): RLOO, arXiv 2402.14740.
+    Schulman et al. 2017, arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020,
+    arXiv 1912.09729. `ratio` "sequence": each token's ratio is that of its row, pi(row) / pi_old(row), as in RLOO,
+    arXiv 2402.14740.
     """
-    return _Clipped.apply(_log_ratio(tokens, ratio), tokens.advantages_T, clip_low, clip_high, dual_clip)
-
-
-def _log_ratio(tokens: _Tokens, ratio: str) -> Tensor:
-    if ratio not in ("token", "sequence"):
-        raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
-    if ratio == "token":
-        return tokens.log_ratio_T
-    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
-    return rows.spread(rows.sum(tokens.log_ratio_T))
+    ratio_T = _ppo_ratio(tokens, ratio)
+    return _clip(ratio_T, tokens.advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def ppo_clipped(
@@ -116,100 +98,107 @@ def ppo_clipped(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = 10.0,
-    ratio: Literal["token", "sequence"] = "token",
+    ratio: str = "token",
 ) -> Tensor:
-    """[T] bool: the clip (or dual clip) took this token's gradient."""
-    ratio_T = _log_ratio(tokens, ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    too_high_T = (tokens.advantages_T < 0) & (ratio_T > (dual_clip or float("inf")))
-    return _clips(ratio_T, tokens.advantages_T, clip_low, clip_high) | too_high_T
+    """[T] bool: the clip or the dual clip removes the token's gradient."""
+    ratio_T = _ppo_ratio(tokens, ratio)
+    above_dual_T = (tokens.advantages_T < 0) & (ratio_T > (dual_clip or float("inf")))
+    return _beyond_bound(ratio_T, tokens.advantages_T, clip_low, clip_high) | above_dual_T
 
 
-def reinforce(tokens: _Tokens) -> Tensor:
-    """-A l: the plain policy gradient; `old_logprobs_T` is not looked at."""
-    return -tokens.advantages_T * tokens.logprobs_T
+def _ppo_ratio(tokens: _Tokens, ratio: str) -> Tensor:
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
+    if ratio == "token":
+        return tokens.ratio_T
+    return _exp(tokens.rows.spread(tokens.rows.sum(tokens.log_ratio_T)))
 
 
-def sft(tokens: _Tokens) -> Tensor:
-    """-l: maximum likelihood of the labels."""
-    return -tokens.logprobs_T
+def _clip(
+    ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is None:
+        return loss_T
+    return torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)
 
 
-def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """PPO-clip of the row's ratio s = e^(mean log-ratio): arXiv 2507.18071. One advantage a row.
-
-    In token form, sg[s] e^(l - sg[l]): with equal advantages its value and gradient are those of s, and a
-    weight on one token weighs that token only.
-    """
-    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
-    advantages_T = tokens.advantages_T
-    uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
-    if bool((uneven_T & tokens.mask_T).any()):
-        raise ValueError("loss=gspo needs one advantage a row, as grpo or rloo give; these differ within a row")
-    return _Clipped.apply(_row_log_ratio(tokens, rows), advantages_T, clip_low, clip_high, None)
-
-
-def _row_log_ratio(tokens: _Tokens, rows: Rows) -> Tensor:
-    """[T]: log s of each token's row, with the gradient of the token's own log-prob."""
-    log_ratio_T = tokens.log_ratio_T
-    return rows.spread(rows.mean(log_ratio_T.detach())) + (log_ratio_T - log_ratio_T.detach())
-
-
-def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
-    ratio_T = _row_log_ratio(tokens, rows).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return _clips(ratio_T, tokens.advantages_T, clip_low, clip_high)
-
-
-def _clips(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """[T] bool: the ratio is beyond the bound its advantage pushes to."""
+def _beyond_bound(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """[T] bool: the ratio is beyond the bound that its advantage pushes it to."""
     return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low))
 
 
+def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row. arXiv 2507.18071.
+
+    In token form, sg[s] e^(l - sg[l]) (section 4.3): with equal advantages its value and gradient are those of s, and
+    a weight on one token weighs that token only.
+    """
+    rows, advantages_T = tokens.rows, tokens.advantages_T
+    uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
+    if bool((uneven_T & tokens.mask_T).any()):
+        raise ValueError("loss=gspo needs one advantage per row, as grpo or rloo give; these differ within a row")
+    return _clip(_gspo_ratio(tokens), advantages_T, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """[T] bool: the clip removes the token's gradient."""
+    return _beyond_bound(_gspo_ratio(tokens), tokens.advantages_T, clip_low, clip_high)
+
+
+def _gspo_ratio(tokens: _Tokens) -> Tensor:
+    rows, logprobs_T = tokens.rows, tokens.logprobs_T
+    log_s_T = rows.spread(rows.mean(tokens.log_ratio_T.detach()))
+    return _exp(log_s_T + (logprobs_T - logprobs_T.detach()))
+
+
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """-sg[clip(ratio, 1 - low, 1 + high)] A l: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient. MiniMax-M1, arXiv 2506.13585."""
     return -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
 
 
 def cispo_clipped(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """[T] bool: the weight is not the ratio; the gradient stays."""
+    """[T] bool: the token's weight is a bound, not its ratio; the gradient stays."""
     return tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """-A (4 / tau) sigmoid(tau (ratio - 1)): a soft gate in place of the clip (arXiv 2511.20347)."""
+    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate in place of the clip; tau depends on the sign of A.
+    arXiv 2511.20347."""
     tau_T = torch.where(tokens.advantages_T > 0, tau_pos, tau_neg)
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
 
 def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
-    """-A e^(mean of log-ratios, each clipped on the side its advantage pushes to): arXiv 2507.20673."""
-    rows = Rows.of(tokens.mask_T, tokens.cu_seqlens)
-    log_ratio_T, sign_T = tokens.log_ratio_T, tokens.advantages_T.sign()
+    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it to.
+    arXiv 2507.20673."""
+    rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
     clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
-    ratio_N = rows.mean(clipped_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return rows.spread(-rows.mean(tokens.advantages_T) * ratio_N)
+    return rows.spread(-rows.mean(tokens.advantages_T) * _exp(rows.mean(clipped_T)))
 
 
 def gmpo_clipped(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
-    return _clips(1 + tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
+    """[T] bool: the clip removes the token's gradient."""
+    return _beyond_bound(1 + tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
 def clip_cov(
     tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, select_T: Tensor | None = None
 ) -> Tensor:
-    """PPO-clip with the tokens of SELECT["clip_cov"] left out: arXiv 2505.22617."""
+    """Clip-Cov: PPO-clip without the tokens that SELECT["clip_cov"] chose. arXiv 2505.22617."""
     loss_T = ppo_clip(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
-    return loss_T if select_T is None else torch.where(select_T, 0, loss_T)
+    return loss_T if select_T is None else loss_T.masked_fill(select_T, 0)
 
 
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
-    """-A ratio, plus coef |l - o| on the tokens of SELECT["kl_cov"]: arXiv 2505.22617."""
+    """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose. arXiv 2505.22617."""
     loss_T = -tokens.advantages_T * tokens.ratio_T
+    if select_T is None:
+        return loss_T
     gap_T = tokens.log_ratio_T
-    # before the first update the gap is rounding, whose sign would be the gradient
+    # before the first update the gap is rounding, and its sign would be the gradient
     gap_T = torch.where(gap_T.abs() < ROUNDING, gap_T.detach(), gap_T)
-    penalty_T = kl_coef * gap_T.abs()
-    return loss_T if select_T is None else loss_T + clean(penalty_T, select_T)
+    return loss_T + clean(kl_coef * gap_T.abs(), select_T)
 
 
 _RULES: dict[str, Callable[..., Tensor]] = {
@@ -217,7 +206,7 @@ _RULES: dict[str, Callable[..., Tensor]] = {
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
-    "gpg": reinforce,  # its own part is the factor on the advantage
+    "gpg": reinforce,  # GPG differs in the factor on its advantages
     "sapo": sapo,
     "gmpo": gmpo,
     "clip_cov": clip_cov,
@@ -226,7 +215,7 @@ _RULES: dict[str, Callable[..., Tensor]] = {
 }
 LOSSES: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _RULES.items()}
 
-# Same arguments as the loss; [T] bool, for the losses that clip.
+# For the losses that clip: called like the loss, returns [T] bool.
 _CLIPPED_RULES: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": ppo_clipped,
     "gspo": gspo_clipped,
@@ -240,7 +229,7 @@ CLIPPED: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name,
 def clipped_value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float | None = 0.2
 ) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; `clip` None: the plain square."""
+    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; without `clip`, (V - R)^2 / 2."""
     mask_T = mask_T.bool()
     values_T, old_T, returns_T = (clean(x, mask_T) for x in (values_T, old_values_T.detach(), returns_T.detach()))
     squared_T = (values_T - returns_T).square()

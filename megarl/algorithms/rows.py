@@ -1,7 +1,8 @@
-"""Rows and groups of a flat batch: sums over them, and the way back to tokens.
+"""Sums over the rows and the groups of a flat batch.
 
-T = positions, N = rows, K = True positions, L = the most True positions of a row. What lies on a False
-position is replaced by 0 before it takes part in anything, so NaN there changes nothing.
+T = positions, N = rows, V = values that belong to groups, G = groups.
+Row n is x_T[cu_seqlens[n]:cu_seqlens[n + 1]]. `clean` replaces masked values by 0 before any arithmetic, so a NaN at a
+masked position changes nothing.
 """
 
 from __future__ import annotations
@@ -15,40 +16,33 @@ __all__ = ["Groups", "Rows", "at_least_fp32", "clean"]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """What the arithmetic is done in."""
+    """The dtype to compute in: fp32 for half precision, else `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """`x_T` with exact 0 where the mask is False, half precision as fp32; the gradient there is exactly 0 too."""
+    """`x_T`, half precision as fp32, with exact zeros where `mask_T` is False; their gradient is exactly 0 too."""
     x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T
-    return torch.where(mask_T, x_T, x_T.new_zeros(()))
+    return x_T.masked_fill(~mask_T, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which row each position belongs to, and which positions count."""
+    """The rows of a flat batch and their True positions."""
 
     mask_T: Tensor  # [T] bool
-    cu_seqlens: Tensor  # [N + 1]
+    cu_seqlens: Tensor  # [N + 1] int64
     num_tokens_N: Tensor  # [N] int64: True positions of each row
 
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
         mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
-        until_T = torch.nn.functional.pad(mask_T.cumsum(0, dtype=torch.int32), (1, 0))
-        return cls(mask_T, cu_seqlens, until_T[cu_seqlens].diff().long())
-
-    @property
-    def row_T(self) -> Tensor:
-        """[T] int32"""
-        rows_N = torch.arange(self.num_tokens_N.numel(), dtype=torch.int32, device=self.mask_T.device)
-        return torch.repeat_interleave(rows_N, self.cu_seqlens.diff(), output_size=self.mask_T.numel())
+        num_tokens_N = torch.segment_reduce(mask_T.float(), "sum", offsets=cu_seqlens)
+        return cls(mask_T, cu_seqlens, num_tokens_N.long())
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[N]: the sum of each row of `x_T`, which is clean."""
-        zeros_N = torch.zeros(self.num_tokens_N.numel(), dtype=x_T.dtype, device=x_T.device)
-        return zeros_N.index_add(0, self.row_T, x_T)
+        return torch.segment_reduce(x_T, "sum", offsets=self.cu_seqlens)
 
     def mean(self, x_T: Tensor) -> Tensor:
         """[N]: the mean over the True positions of each row of `x_T`, which is clean; 0 for a row without any."""
@@ -56,45 +50,76 @@ class Rows:
 
     def spread(self, x_N: Tensor) -> Tensor:
         """[T]: each row's value on its True positions, 0 elsewhere."""
-        return clean(x_N[self.row_T], self.mask_T)
+        x_T = x_N.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask_T.numel())
+        return clean(x_T, self.mask_T)
+
+    def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
+        """[T] fp64: y_t = x_t + decay y_(next t), where next t is the row's next True position; 0 on False positions.
+
+        With a decay, each pass doubles the number of positions that a sum covers.
+        """
+        y_K = x_T[self.mask_T].double()
+        for y_L in y_K.split(self.num_tokens_N.tolist()):
+            if decay == 1.0:
+                y_L.copy_(y_L.flip(0).cumsum(0).flip(0))
+                continue
+            reach = 1
+            while reach < len(y_L) and decay**reach:
+                y_L[:-reach] += decay**reach * y_L[reach:]
+                reach *= 2
+        return self._scatter(y_K)
+
+    def next(self, x_T: Tensor) -> Tensor:
+        """[T]: the value at the row's next True position, 0 on the last of a row and on False positions."""
+        next_K = torch.cat([x_T[self.mask_T][1:], x_T.new_zeros(1)])[: int(self.num_tokens_N.sum())]
+        ends_N = self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0]
+        return self._scatter(next_K.index_fill(0, ends_N - 1, 0))
+
+    def _scatter(self, x_K: Tensor) -> Tensor:
+        """[T]: `x_K` on the True positions, 0 elsewhere."""
+        x_T = x_K.new_zeros(self.mask_T.numel())
+        x_T[self.mask_T] = x_K
+        return x_T
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Statistics of values that belong to groups, each value told its own group's. fp64, two passes.
+    """Statistics of each group's valid values, given to every value of the group: [V] fp64, in two passes."""
 
-    Only `valid` values take part; the size of a group is the number of its valid values. V = values.
-    """
-
-    group_V: Tensor  # [V] int64, dense
-    valid_V: Tensor  # [V] bool
-    bucket_V: Tensor  # [V] int64: the group, one beyond the last of them for values that are not valid
-    num_groups: int
-    size_V: Tensor  # [V] fp64: valid values of each one's group
+    group_V: Tensor  # [V] int64: 0..G - 1, and G for values that are not valid
+    size_V: Tensor  # [V] fp64: valid values in the group; 0 for values that are not valid
 
     @classmethod
     def of(cls, group_V: Tensor, valid_V: Tensor) -> Groups:
-        ids, dense_V = torch.unique(group_V, return_inverse=True)
-        bucket_V = torch.where(valid_V, dense_V, ids.numel())
-        sizes_G = torch.bincount(bucket_V, minlength=ids.numel() + 1).double()
-        return cls(dense_V, valid_V, bucket_V, ids.numel(), sizes_G[dense_V])
+        ids_G, group_V = torch.unique(group_V, return_inverse=True)
+        group_V = torch.where(valid_V, group_V, ids_G.numel())
+        return cls(group_V, torch.bincount(group_V)[group_V].double() * valid_V)
 
     def sum(self, x_V: Tensor) -> Tensor:
-        """[V] fp64: the sum over the valid values of each one's group."""
-        x_V = x_V.double()
-        return x_V.new_zeros(self.num_groups + 1).index_add_(0, self.bucket_V, x_V)[self.group_V]
+        x_V = torch.where(self.size_V > 0, x_V.double(), 0)
+        return x_V.new_zeros(x_V.numel() + 1).index_add(0, self.group_V, x_V)[self.group_V]
 
     def mean(self, x_V: Tensor) -> Tensor:
-        x_V, size_V = x_V.double(), self.size_V.clamp(min=1)
+        size_V = self.size_V.clamp(min=1)
         mean_V = self.sum(x_V) / size_V
-        return mean_V + self.sum(x_V - mean_V) / size_V  # the second pass takes back the rounding
+        return mean_V + self.sum(x_V - mean_V) / size_V  # the second pass removes the rounding of the first
 
-    def std(self, x_V: Tensor, mean_V: Tensor, *, biased: bool) -> Tensor:
-        """[V], around the means of the groups; 0 for a group of one."""
-        squares_V = self.sum((x_V.double() - mean_V).square())
-        return (squares_V / (self.size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
+    def centre(self, x_V: Tensor, *, leave_one_out: bool = False) -> Tensor:
+        """x minus the group's mean, or minus the mean of the group's other values; 0 for a group of one.
 
-    def is_flat(self, x_V: Tensor, mean_V: Tensor) -> Tensor:
-        """[V] bool: all valid values of the group are the same number, but for rounding."""
-        off_V = (x_V.double() - mean_V).abs() > 1e-12 * mean_V.abs().clamp(min=1)
-        return self.sum(off_V) == 0
+        Exactly 0 where the values of a group differ only by rounding.
+        """
+        mean_V = self.mean(x_V)
+        centred_V = x_V.double() - mean_V
+        differs_V = centred_V.abs() > 1e-12 * mean_V.abs().clamp(min=1)
+        centred_V = torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
+        return centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V
+
+    def std(self, x_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
+        """The group's standard deviation, or that of the group's other values; 0 where it has no two values."""
+        squares_V = self.centre(x_V).square()
+        total_V, size_V = self.sum(squares_V), self.size_V
+        if leave_one_out:  # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
+            rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
+            total_V, size_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0), size_V - 1
+        return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()

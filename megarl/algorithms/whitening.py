@@ -1,7 +1,7 @@
-"""Whitening of advantages over the whole rollout batch, every trainable token counted once.
+"""Whitening of advantages over the whole rollout batch, every trained token counted once.
 
-Statistics are fp64 and merge (Chan et al. 1983), so any sharding of the rows gives the same numbers; they are taken
-block by block, each block in two passes while it is in the cache.
+Statistics are fp64 and merge (Chan et al. 1983), so any sharding of the rows gives the same numbers.
+T = positions, K = True positions.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megarl.algorithms.spans import lay, pick
+from megarl.algorithms.rows import at_least_fp32, clean
 
-__all__ = ["Stats", "stats_of", "whiten", "whiten_", "whiten_stats"]
-
-BLOCK = 1 << 16
+__all__ = ["Stats", "whiten", "whiten_stats"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Count, mean and sum of squared deviations from that mean."""
+    """Count, mean, and sum of squared deviations from that mean."""
 
     n: float
     mean: float
     m2: float
 
     def merge(self, other: Stats) -> Stats:
+        """Statistics of both sets of values together."""
         if self.n == 0 or other.n == 0:
             return other if self.n == 0 else self
         n = self.n + other.n
@@ -41,35 +40,14 @@ class Stats:
         return 0.0 if variance <= rounding * rounding else variance
 
 
-def stats_of(x_K: Tensor, weights_K: Tensor | None = None) -> Stats:
-    """Each value counted `weights_K` times; once where that is None."""
-    stats = Stats(0, 0.0, 0.0)
-    for start in range(0, x_K.numel(), BLOCK):
-        x = x_K[start : start + BLOCK].to(torch.float64, copy=True)
-        weights = None if weights_K is None else weights_K[start : start + BLOCK]
-        n = x.numel() if weights is None else weights.sum().item()
-        if n == 0:
-            continue
-        mean = (x.sum() if weights is None else weights.dot(x)).item() / n
-        x -= mean
-        m2 = x.dot(x if weights is None else x * weights).item()
-        stats = stats.merge(Stats(n, mean, m2))
-    return stats
-
-
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
-    """Statistics of `x_T` over the True positions."""
-    return stats_of(pick(x_T, mask_T.bool()))
-
-
-def whiten_(x_K: Tensor, stats: Stats, *, center_only: bool = False, eps: float = 1e-8, biased: bool = False) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), in place; exactly 0 where the values are equal, or too large to square."""
-    variance = stats.variance(biased=biased)
-    if variance == 0.0 or not isfinite(variance):
-        return x_K.zero_()
-    coarse = torch.tensor(stats.mean, dtype=x_K.dtype).item()  # what fp32 cannot hold of the mean is taken off after it
-    x_K.sub_(coarse).sub_(stats.mean - coarse)
-    return x_K if center_only else x_K.mul_((variance + eps) ** -0.5)
+    """Statistics of `x_T` over the True positions, in two passes."""
+    x_K = x_T.detach()[mask_T.bool()].double()
+    if not x_K.numel():
+        return Stats(0, 0.0, 0.0)
+    mean = float(x_K.mean())
+    x_K -= mean
+    return Stats(x_K.numel(), mean, float(x_K.dot(x_K)))
 
 
 def whiten(
@@ -81,9 +59,19 @@ def whiten(
     eps: float = 1e-8,
     biased: bool = False,
 ) -> Tensor:
-    """`whiten_` on the True positions, 0 elsewhere; `stats` are those of the whole rollout batch where `x_T` is only a
-    part of it."""
-    mask_T = mask_T.bool()
-    x_K = pick(x_T, mask_T)
-    stats = stats_of(x_K) if stats is None else stats
-    return lay(whiten_(x_K, stats, center_only=center_only, eps=eps, biased=biased), mask_T)
+    """(x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
+
+    Args:
+        stats: of the whole rollout batch, where `x_T` is a part of it; by default those of `x_T`.
+        center_only: subtract the mean only.
+        biased: divide the squared deviations by n, not by n - 1.
+
+    Values that are all equal, or too large to square, become exactly 0.
+    """
+    mask_T, dtype = mask_T.bool(), at_least_fp32(x_T.dtype)
+    stats = whiten_stats(x_T, mask_T) if stats is None else stats
+    variance = stats.variance(biased=biased)
+    if variance == 0.0 or not isfinite(variance):
+        return torch.zeros_like(x_T, dtype=dtype)
+    x_T = (x_T.detach().double() - stats.mean) * (1.0 if center_only else (variance + eps) ** -0.5)
+    return clean(x_T.to(dtype), mask_T)

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which are there, what each file must be, which is whole. No tensors here.
+"""The folders of a run's checkpoints: which exist, what each file must be, which is complete. No tensors here.
 
 runs/<name>/checkpoints/step_<n>/ *.distcp, .metadata, common.pt, metadata.json
                                   manifest.json: {"files": {name: {"bytes": n, "sha256": hex}}}, written last
@@ -10,18 +10,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Sums", "differences", "manifest", "point", "prune", "staging", "steps", "sums", "sweep", "write_manifest"]
+from megarl.platform.atomic import write_atomic
+
+__all__ = ["Sums", "differences", "manifest", "prune", "staging", "steps", "sums", "sweep", "write_manifest"]
 
 MANIFEST = "manifest.json"
 
-Sums = Mapping[str, tuple[int, str]]  # file name -> size in bytes, sha256
+Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints, ascending: one that is being written has another name."""
+    """Steps of the checkpoints, ascending; one that is being written has another name."""
     names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -37,55 +40,44 @@ def sweep(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
     for step in steps(folder)[:-keep]:
         shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
 
 
-def sums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Read back from disk."""
-    found = {}
+def sums(folder: Path, names: Iterable[str]) -> Sums:
+    """Size and checksum of files, read back from disk."""
+    read = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = (os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
-    return found
+            size = os.fstat(file.fileno()).st_size
+            read[name] = {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return read
 
 
-def write_manifest(folder: Path, all_sums: Sums) -> None:
-    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(all_sums.items())}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as out:
-        json.dump({"files": files}, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+def write_manifest(folder: Path, expected: Sums) -> None:
+    write_atomic(folder / MANIFEST, json.dumps({"files": dict(sorted(expected.items()))}, indent=1))
 
 
-def manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Raises ValueError, naming the file and what is wrong with it."""
-    file = folder / MANIFEST
+def manifest(folder: Path) -> Sums:
+    """Raises ValueError when it is missing or damaged."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return {name: (int(told["bytes"]), str(told["sha256"])) for name, told in values["files"].items()}
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])} for name, file in files.items()}
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is not there") from None
+        raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{MANIFEST} cannot be read") from None
 
 
 def differences(folder: Path, expected: Sums) -> list[str]:
-    """What is wrong with the named files, each with its name."""
+    """What is wrong with these files, by name."""
     wrong = []
-    for name, (size, digest) in expected.items():
-        file = folder / name
-        if not file.is_file():
-            wrong.append(f"{name} is not there")
-        elif (found := file.stat().st_size) != size:
-            wrong.append(f"{name} has {found} bytes instead of {size}")
-        elif sums(folder, [name])[name][1] != digest:
+    for name, entry in expected.items():
+        if not (folder / name).is_file():
+            wrong.append(f"{name} is missing")
+        elif (size := (folder / name).stat().st_size) != entry["bytes"]:
+            wrong.append(f"{name} has {size} bytes instead of {entry['bytes']}")
+        elif sums(folder, [name])[name] != entry:
             wrong.append(f"{name} is not what was written (checksum)")
     return wrong
-
-
-def point(file: Path, name: str) -> None:
-    """Make `file` say `name`, at once or not at all."""
-    begun = file.with_name(f".{file.name}")
-    begun.write_text(json.dumps(name) + "\n")
-    os.replace(begun, file)

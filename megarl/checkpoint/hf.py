@@ -7,10 +7,8 @@ The files of a round are the "engine" of an ordinary weight sync, so an export i
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -18,17 +16,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
 from megarl.models.shards import ShardSlice
-from megarl.types import CheckFailed
-from megarl.weights.checksum import copy_and_verify, positional_checksum
-from megarl.weights.plan import Boxes, Message
-from megarl.weights.publish import Publisher
+from megarl.weights.memory_receiver import MemoryReceiver
+from megarl.weights.plan import SlicesByRank
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 
 __all__ = ["export_hf"]
 
 FILE_BYTES = 4 << 30
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # config and tokenizer, as they came
+ROUND_BYTES = 256 << 20  # that a rank receives at a time
 
 
 def export_hf(
@@ -36,7 +34,7 @@ def export_hf(
     *,
     origin: Path,  # where config and tokenizer are copied from
     shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
-    sources: Boxes,  # [rank] -> where its parameters hold them
+    sources: SlicesByRank,  # [rank] -> where its parameters hold them
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
     dtype: torch.dtype,
@@ -51,102 +49,38 @@ def export_hf(
     if transport.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        for pattern in COPIED:
-            for file in origin.glob(pattern):
-                if not file.name.endswith(".index.json") and file.name != "metadata.json":  # a Megatron folder's own
-                    shutil.copy(file, staging / file.name)
+        copy_model_files(origin, staging)
     transport.gather(None)  # the folder is there
-    files = _deal(shapes, file_bytes // dtype.itemsize)
-    names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
-    if len(files) == 1:
-        names = ["model.safetensors"]
+    sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
+    files = split_by_size(sizes, file_bytes, sizes.__getitem__)
+    names = file_names(len(files))
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
-        expected = {name: shapes[name] for file in round_ for name in file}
+        weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
+        local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
+        whole = [weights.moved_slices([_whole(name, shapes[name]) for name in file]) for file in round_]
+        whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
-        tensors = {name: torch.empty(shapes[name], dtype=torch.float32 if name in fp32 else dtype) for name in mine}
-        receiver = _File(tensors, dtype)
+        tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name)) for name in mine}
         Publisher.connect(
-            sources=[[box for box in boxes if box.name in expected] for boxes in sources],
-            expected=expected,
-            parameters=parameters,
-            receiver=receiver,
-            ranks_per_replica=transport.world,
-            transport=transport,
-            dtype=dtype,
-            fp32=fp32,
-            is_staged=False,  # a file that is not whole is never given its name
+            plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
+            WeightSender(local[transport.rank], parameters),
+            MemoryReceiver(whole[transport.rank], tensors, dtype) if mine else None,
+            transport,
+            weights,
+            ranks_per_replica=len(round_),
+            is_atomic=False,  # a file that is incomplete never gets its name
         ).publish(version=0)
         if mine:
-            save_file(receiver.tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
+            save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
-        if len(files) > 1:
-            sizes = {n: prod(size) * (4 if n in fp32 else dtype.itemsize) for n, size in shapes.items()}
-            _write_index(staging / "model.safetensors.index.json", files, names, sum(sizes.values()))
+        write_index(staging, dict(zip(names, files, strict=True)), sum(sizes.values()))
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)
 
 
-def _deal(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[tuple[str, ...]]:
-    """Tensors in order into files of at most `limit` elements; a larger tensor has a file of its own."""
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        if files[-1] and held + prod(shape) > limit:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += prod(shape)
-    return [tuple(file) for file in files]
-
-
-def _write_index(file: Path, files: Sequence[Sequence[str]], names: Sequence[str], total: int) -> None:
-    where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-    file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
-
-
-@dataclass
-class _File:
-    """weights.publish.Receiver over whole tensors in host memory, seen as words of `dtype`."""
-
-    tensors: dict[str, Tensor]
-    dtype: torch.dtype
-    _words: dict[str, Tensor] = field(init=False)
-    boxes: list[ShardSlice] = field(init=False)
-    _loaded: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._words = {name: x.view(self.dtype) for name, x in self.tensors.items()}
-        self.boxes = [
-            ShardSlice(name, (0,) * x.dim(), tuple(x.shape), name, 0, tuple(x.stride()))
-            for name, x in self._words.items()
-        ]
-
-    def begin(self, *, places: bool) -> None:
-        self._loaded = {}
-
-    def places(self) -> Tensor:
-        sums = [positional_checksum(tensor, (0,) * tensor.dim()) for tensor in self._words.values()]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
-
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong, at = torch.zeros((), dtype=torch.int64), 0
-        for piece in message.pieces:
-            view = piece.destination
-            here = self._words[piece.name].as_strided(piece.shape, view.strides, view.offset)
-            wrong += copy_and_verify(flat[at : at + piece.numel].view(piece.shape), here)
-            self._loaded[piece.name] = self._loaded.get(piece.name, 0) + piece.numel
-            at += piece.numel
-        return wrong
-
-    def seal(self) -> Mapping[str, int]:
-        for name, tensor in self._words.items():
-            if self._loaded.get(name, 0) != tensor.numel():
-                raise CheckFailed(f"{name}: {self._loaded.get(name, 0)} of {tensor.numel()} elements arrived")
-        return self._loaded
-
-    def finish(self, version: int) -> None: ...
-
-    def abort(self) -> None: ...
+def _whole(name: str, shape: tuple[int, ...]) -> ShardSlice:
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return ShardSlice(name, (0,) * len(shape), shape, name, 0, strides)

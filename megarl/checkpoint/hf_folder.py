@@ -1,168 +1,221 @@
-"""A Hugging Face folder's safetensors, by ranges of elements: nothing is mapped, nothing is read twice.
+"""Hugging Face folders, read and written by slices: nothing is mapped into memory, and no tensor is held whole.
 
-    HfFolder.open: index -> headers -> where each tensor's bytes lie      read: one range of one tensor
-    HfFile:        what a file to be written will hold, and the header in front of it
-
-The format is 8 bytes of header length, a JSON header, the tensors' bytes end to end.
+HfFolder: headers -> read(slice)        HfFile: header -> write(slice, elements), in any order
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["INDEX", "HfFile", "HfFolder", "bytes_of"]
+from megarl.models.headers import INDEX, read_headers
+from megarl.models.shards import ShardSlice
+from megarl.platform.atomic import write_atomic
 
-INDEX = "model.safetensors.index.json"
+__all__ = [
+    "HfFile",
+    "HfFolder",
+    "copy_model_files",
+    "file_names",
+    "lead_axis",
+    "row_blocks",
+    "split_by_size",
+    "view",
+    "write_index",
+]
+
+BLOCK_BYTES = 32 << 20
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    file: Path
-    at: int  # byte of the file
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def end(self) -> int:
-        return self.at + prod(self.shape) * self.dtype.itemsize
+Item = TypeVar("Item")
 
 
 class HfFolder:
-    """Every tensor of a folder. Reads are thread-safe."""
+    """Raises ValueError, as `read_headers` does, for a folder that is incomplete. Several threads may read."""
 
-    def __init__(self, folder: Path, places: Mapping[str, _Place]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places = places
-        self._handles: dict[Path, int] = {}
-        self._opening = threading.Lock()
+        self.tensors = read_headers(folder)
+        self._handles = {file: os.open(file, os.O_RDONLY) for file in {t.file for t in self.tensors.values()}}
 
-    @classmethod
-    def open(cls, folder: Path) -> HfFolder:
-        """Raises ValueError naming file and tensor when one is cut off, damaged, or not where the index says."""
-        index = folder / INDEX
-        if index.is_file():
-            try:
-                where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{index} is no index of tensors ({error}); copy the folder again") from None
-        elif (folder / "model.safetensors").is_file():
-            where = {}
-        else:
-            raise ValueError(f"{folder} holds neither {INDEX} nor model.safetensors; name a folder with the weights")
-        places: dict[str, _Place] = {}
-        for file in sorted(set(where.values())) or ["model.safetensors"]:
-            if not (folder / file).is_file():
-                first = next(name for name, held in where.items() if held == file)
-                raise ValueError(f"{folder / file} is missing, which should hold {first}; copy the folder again")
-            places |= _read_header(folder / file)
-        for name, file in where.items():
-            if name not in places or places[name].file.name != file:
-                raise ValueError(
-                    f"{folder / file} has no tensor {name}, where {INDEX} says it is; copy the folder again"
-                )
-        return cls(folder, places)
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", {}).values():
+            os.close(handle)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], *, skipped: Collection[str] = ()) -> None:
-        """Exactly these tensors, in these shapes; `skipped` may be there.
-
-        Raises ValueError naming the tensor and the file.
-        """
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
+        """Raises ValueError, naming tensor and file, unless these and no other tensors are here; `ignored` may be."""
         index = self.folder / INDEX
         for name, shape in shapes.items():
-            place = self._places.get(name)
-            if place is None:
-                where = index if index.is_file() else self.folder / "model.safetensors"
-                raise ValueError(f"{where} has no tensor {name}, which its config.json asks for; copy the folder again")
-            if place.shape != shape:
-                raise ValueError(f"{place.file}: {name} has shape {place.shape}, its config.json asks for {shape}")
-        for name, place in self._places.items():
-            if name not in shapes and name not in skipped:
-                raise ValueError(f"{place.file}: {name} is no tensor of the model that its config.json describes")
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._places.keys()
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                file = index if index.is_file() else self.folder / "model.safetensors"
+                raise ValueError(f"{file} has no tensor {name}, which its config.json asks for; copy the folder again")
+            if tensor.shape != shape:
+                raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, its config.json asks for {shape}")
+        for name, tensor in self.tensors.items():
+            if name not in shapes and name not in ignored:
+                raise ValueError(f"{tensor.file}: {name} is no tensor of the model that its config.json describes")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._places[name].dtype
+        return DTYPES[self.tensors[name].dtype]
 
-    def read(self, name: str, at: int, into: Tensor) -> None:
-        """Fill contiguous `into` [n] with the tensor's elements from `at`."""
-        place = self._places[name]
-        with self._opening:
-            if place.file not in self._handles:
-                self._handles[place.file] = os.open(place.file, os.O_RDONLY)
-        memory, start = memoryview(bytes_of(into)), place.at + at * place.dtype.itemsize
+    def copy(self, box: ShardSlice, parameter: Tensor) -> None:
+        """Copy [start, start + shape) of tensor `box.name` to where it lies in `parameter`, block by block.
+
+        Raises ValueError when the folder lacks the tensor, or it is smaller.
+        """
+        if box.name not in self.tensors:
+            raise ValueError(f"{self.folder} has no tensor {box.name}; give a folder with all its *.safetensors files")
+        for block in row_blocks(box, parameter.itemsize):
+            view(parameter, block).copy_(self._read(block))
+
+    def _read(self, box: ShardSlice) -> Tensor:
+        """The elements, from whole rows along the slice's lead axis, which are consecutive in the file."""
+        tensor = self.tensors[box.name]
+        start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
+        if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
+            least = tuple(first + n for first, n in zip(start, shape, strict=True))
+            raise ValueError(f"{tensor.file}: {box.name} has shape {full}, its config.json asks for at least {least}")
+        lead = lead_axis(shape)
+        rows = torch.empty((*shape[lead : lead + 1], *full[lead + 1 :]), dtype=self.dtype(box.name))
+        offset = tensor.offset + _position(start[: lead + 1], full) * rows.itemsize
+        memory = _bytes_of(rows)
         while memory:
-            count = os.preadv(self._handles[place.file], [memory], start)
+            count = os.preadv(self._handles[tensor.file], [memory], offset)
             if not count:
-                raise ValueError(f"{place.file} ends within {name}: it was cut off while being read")
-            memory, start = memory[count:], start + count
+                raise ValueError(f"{tensor.file} ends within {box.name}: it was cut off while being read")
+            memory, offset = memory[count:], offset + count
+        inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
+        return rows[(slice(None), *inner)].reshape(box.shape)
+
+
+class HfFile:
+    """A safetensors file that is written slice by slice. Several threads may write."""
+
+    def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Create the file, with room for tensors of these shapes and dtypes, in this order."""
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        self._offsets: dict[str, int] = {}
+        self._shapes = {name: shape for name, (shape, _) in tensors.items()}
+        for name, (shape, dtype) in tensors.items():
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
+            self._offsets[name] = begin
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+        self._data = 8 + len(text)
+        self._file = file.open("wb", buffering=0)
+        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
+
+    def write(self, box: ShardSlice, parameter: Tensor) -> None:
+        """Write what lies in `parameter` to [start, start + shape) of `box.name`, consecutive in the file."""
+        full = self._shapes[box.name]
+        start, shape = _without_pairs(box, len(full))
+        elements = view(parameter, box)
+        assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
+            f"{box} is scattered over a tensor of {full}"
+        )
+        offset = self._offsets[box.name] + _position(start, full) * elements.itemsize
+        self._write(_bytes_of(elements.contiguous()), self._data + offset)
 
     def close(self) -> None:
-        while self._handles:
-            os.close(self._handles.popitem()[1])
+        """Wait until everything is on the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
 
 
-def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return memoryview(flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-
-
-def _read_header(file: Path) -> dict[str, _Place]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{file} has {size} bytes and no whole header: it was cut off; copy it again")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            places = {
-                name: _Place(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
-                for name, entry in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} has no safetensors header ({error!r}); copy it again") from None
-    for name, place in sorted(places.items(), key=lambda item: item[1].at):
-        if place.end > size:
-            raise ValueError(
-                f"{file} has {size} bytes, {name} ends at {place.end}: the file was cut off; copy it again"
+def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[ShardSlice]:
+    """The slice in `parts` equal ones, each in blocks of rows of at most BLOCK_BYTES; a row is not divided."""
+    axis = lead_axis(box.shape)
+    rows = box.shape[axis]
+    part, limit = -(-rows // parts), max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
+    for first in range(0, rows, part):
+        for begin in range(first, min(first + part, rows), limit):
+            count = min(limit, first + part - begin, rows - begin)
+            yield replace(
+                box,
+                start=(*box.start[:axis], box.start[axis] + begin, *box.start[axis + 1 :]),
+                shape=(*box.shape[:axis], count, *box.shape[axis + 1 :]),
+                offset=box.offset + begin * box.strides[axis],
             )
-        if place.end - place.at != header[name]["data_offsets"][1] - header[name]["data_offsets"][0]:
-            raise ValueError(f"{file}: {name} of shape {place.shape} has another number of bytes; copy it again")
-    return places
 
 
-@dataclass(frozen=True)
-class HfFile:
-    """A file to be written: these tensors, in this order."""
+def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
+    """Consecutive groups whose sizes add up to at most `limit`; a larger item is alone."""
+    groups: list[list[Item]] = []
+    filled = limit
+    for item in items:
+        size = size_of(item)
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    return groups
 
-    name: str
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
-    @property
-    def header(self) -> bytes:
-        found, at = {"__metadata__": {"format": "pt"}}, 0
-        for name, (shape, dtype) in self.tensors.items():
-            size = prod(shape) * dtype.itemsize
-            found[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}  # type: ignore[dict-item]
-            at += size
-        text = json.dumps(found, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-        return len(text).to_bytes(8, "little") + text
+def file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    """The index of `files` (name -> tensors); a single file needs none."""
+    if len(files) > 1:
+        weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+        values = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_atomic(folder / INDEX, json.dumps(values, indent=2) + "\n")
+
+
+def copy_model_files(source: Path, folder: Path) -> None:
+    """Copy config and tokenizer; not an index, nor metadata.json, which is a Megatron checkpoint's."""
+    for file in (file for pattern in COPIED for file in source.glob(pattern)):
+        if not file.name.endswith(".index.json") and file.name != "metadata.json":
+            shutil.copyfile(file, folder / file.name)
+
+
+def view(parameter: Tensor, box: ShardSlice) -> Tensor:
+    """Where the slice lies in a contiguous parameter."""
+    return parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
+
+
+def lead_axis(shape: Sequence[int]) -> int:
+    """The first dim of a size other than 1: the one that rows are counted along."""
+    return next((axis for axis, size in enumerate(shape) if size != 1), 0)
+
+
+def _position(start: Sequence[int], full: Sequence[int]) -> int:
+    """Of the element at `start` in a contiguous tensor of shape `full`; trailing indices default to 0."""
+    return sum(first * prod(full[axis + 1 :]) for axis, first in enumerate(start))
+
+
+def _without_pairs(box: ShardSlice, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, shape) of the box in its tensor, whose last dim the box may see as pairs, [..., n / 2, 2]."""
+    if len(box.shape) != dims + 1:
+        return box.start, box.shape
+    return (*box.start[:-2], 2 * box.start[-2]), (*box.shape[:-2], 2 * box.shape[-2])
+
+
+def _bytes_of(contiguous: Tensor) -> memoryview:
+    """The memory of a CPU tensor."""
+    return memoryview(contiguous.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

@@ -1,226 +1,233 @@
-"""Megarl's own hand on Megatron's `torch_dist` format: chunks written and read one at a time, by one process.
+"""A Megatron distributed checkpoint (`torch_dist`) as source and as target of a conversion.
 
-    write_chunk ..., then finish      Reader: open, check(slots), read(slot), one chunk in memory
-
-On disk: `*.distcp` hold `torch.save`d chunks end to end, `.metadata` says which rectangle of which tensor lies where
-(torch.distributed.checkpoint's own classes), `metadata.json` and `common.pt` are Megatron's. What is written here is
-read by `megatron.core.dist_checkpointing.load` in any layout, and what that saves is read here.
+Names and shapes are those of the module's own `sharded_state_dict`; files are read and written by
+torch.distributed.checkpoint, one parameter in memory at a time. `megatron.core.dist_checkpointing.load` reads the
+result in any layout, and what its `save` writes is read here.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import pickle
-import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.slots import Slot
+from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, StoredTensors
+from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
+from megarl.models.shards import ShardSlice
 
-__all__ = ["Chunk", "Reader", "finish", "is_checkpoint", "write_chunk"]
-
-CACHE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One `torch.save`d rectangle: where it lies in its tensor, and in which bytes of which file."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    at: int
-    length: int
+__all__ = ["MegatronFolder", "MegatronSource", "MegatronTarget", "is_checkpoint", "stored_tensors"]
 
 
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
-def write_chunk(stream: BinaryIO, slot: Slot, flat: Tensor, file: str) -> Chunk:
-    """`flat` [numel] as `slot`'s rectangle, at the end of `stream`."""
-    at = stream.tell()
-    assert flat.untyped_storage().nbytes() == flat.nbytes, "a view would save what it views"
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # bytes are compared with the source; torch.load does not look
-    try:
-        torch.save(flat.view(slot.shape), stream)
-    finally:
-        torch.serialization.set_crc32_options(before)
-    return Chunk(slot.key, slot.offset, slot.shape, file, at, stream.tell() - at)
+def stored_tensors(model: nn.Module) -> StoredTensors:
+    """What Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
+    slices: dict[str, list[ShardSlice]] = defaultdict(list)
+    shapes, padded, objects = {}, set(), []
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    sharded = cast(Any, model).sharded_state_dict()
+    apply_factories(sharded)  # gate and up of a fused linear are stored separately
+    for name, entry in sharded.items():
+        param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
+        for shard in nested_values({name: entry}):
+            if isinstance(shard, ShardedObject):
+                objects.append(shard.unique_key)
+                continue
+            shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+            offset = shard.data.storage_offset() - tensors[name].storage_offset()
+            strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            slices[param].append(ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides))
+            shapes[shard.key] = tuple(shard.global_shape)
+            if shard.allow_shape_mismatch:
+                padded.add(shard.key)
+    return StoredTensors(slices, shapes, frozenset(padded), objects)
 
 
-def finish(folder: Path, chunks: Sequence[Chunk], wholes: Mapping[str, Any], objects: Iterable[str]) -> None:
-    """The files that make `folder` a checkpoint. `wholes`: key -> (shape, dtype)."""
-    tensors: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for chunk in chunks:
-        tensors[chunk.key].append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
-        places[MetadataIndex(chunk.key, chunk.offset)] = _StorageInfo(chunk.file, chunk.at, chunk.length)
-    described: dict[str, Any] = {
-        key: TensorStorageMetadata(TensorProperties(dtype=wholes[key][1]), torch.Size(wholes[key][0]), found)
-        for key, found in tensors.items()
-    }
-    empty = io.BytesIO()
-    torch.save([None], empty)  # a layer's other state: nothing yet
-    file, at = "objects.distcp", 0
-    with (folder / file).open("wb") as stream:
-        for name in objects:
-            stream.write(empty.getvalue())
-            described[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = _StorageInfo(file, at, len(empty.getvalue()))
-            at += len(empty.getvalue())
-    torch.save({}, folder / "common.pt")
-    (folder / "metadata.json").write_text(
-        json.dumps(
-            {
-                "sharded_backend": "torch_dist",
-                "sharded_backend_version": 1,
-                "common_backend": "torch",
-                "common_backend_version": 1,
-            }
-        )
-    )
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, None, places)))
-
-
-class Reader:
-    """One checkpoint's tensors, rectangle by rectangle. Several threads may read, each with its own cache."""
+class MegatronFolder:
+    """A checkpoint's tensors, read by slices. Several threads may read."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ValueError when its metadata cannot be read."""
         self._folder = folder
-        self._metadata = FileSystemReader(folder).read_metadata()
-        self._places: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
-        self._chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = defaultdict(list)
-        self._cache = _Cache()
-        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            key: (tuple(found.size), found.properties.dtype)
-            for key, found in self._metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+        self._reader = FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        except Exception as error:  # a damaged pickle fails in many ways
+            raise ValueError(f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again") from error
+        self.tensors = {
+            key: tensor
+            for key, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
+        self._chunks: dict[tuple[str, tuple[int, ...]], TensorStorageMetadata] = {}  # by key and layer, or expert
 
-    def check(self, slots: Iterable[Slot]) -> None:
-        """Every slot is there, in its shape, in files that are long enough.
-
-        Raises ValueError naming the tensor and the file.
-        """
-        sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
-        stacked = {slot.key: slot for slot in slots}
-        for key, slot in stacked.items():
+    def check(self, stored: StoredTensors) -> None:
+        """Raises ValueError, naming tensor and file, unless these tensors are here, in files that are long enough."""
+        metadata = self._folder / ".metadata"
+        for key, shape in stored.shapes.items():
             if key not in self.tensors:
-                raise ValueError(f"{self._folder / '.metadata'} has no tensor {key}; is it another model's checkpoint?")
-            shape, axis = self.tensors[key][0], slot.stacked
-            if shape != slot.whole and not (slot.may_be_padded and shape[1:] == slot.whole[1:]):
-                raise ValueError(
-                    f"{self._folder / '.metadata'}: {key} has shape {shape}, config.json asks for {slot.whole}"
-                )
-            found: Any = self._metadata.state_dict_metadata[key]
-            if sum(prod(chunk.sizes) for chunk in found.chunks) != prod(shape):
-                raise ValueError(
-                    f"{self._folder / '.metadata'}: the chunks of {key} do not add up to its shape {shape}"
-                )
-            for chunk in found.chunks:
-                place = self._places[MetadataIndex(key, chunk.offsets)]
-                if sizes.get(place.relative_path, -1) < place.offset + place.length:
-                    raise ValueError(
-                        f"{self._folder / place.relative_path} has {sizes.get(place.relative_path, 0)} bytes, {key} at "
-                        f"{tuple(chunk.offsets)} ends at {place.offset + place.length}: the file is cut off or missing"
-                    )
-                self._chunks[key, tuple(chunk.offsets[:axis])].append(chunk)
-        known = ("optimizer.",)
+                raise ValueError(f"{metadata} has no tensor {key}; is it another model's checkpoint?")
+            size, chunks = tuple(self.tensors[key].size), self.tensors[key].chunks
+            if size != shape and not (key in stored.padded and size[1:] == shape[1:]):
+                raise ValueError(f"{metadata}: {key} has shape {size}, config.json asks for {shape}")
+            if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
+                raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {size}")
         for key in self.tensors:
-            if key not in stacked and not key.startswith(known):
-                raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is none of this model's")
-
-    def read(self, slot: Slot) -> Tensor:
-        """The slot's rectangle, [slot.numel], not to be written to; zeros pad it. `check` must have been called."""
-        whole, found = None, 0
-        for chunk in self._chunks[slot.key, slot.offset[: slot.stacked]]:
-            start = tuple(map(max, slot.offset, chunk.offsets))
-            ends = zip(slot.offset, slot.shape, chunk.offsets, chunk.sizes, strict=True)
-            stop = tuple(min(a + n, b + m) for a, n, b, m in ends)
-            if any(a >= b for a, b in zip(start, stop, strict=True)):
-                continue
-            here = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, slot.offset, strict=True))
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, chunk.offsets, strict=True))
-            part = self._load(MetadataIndex(slot.key, chunk.offsets)).view(tuple(chunk.sizes))[there]
-            if part.numel() == slot.numel and part.is_contiguous():
-                return part.reshape(-1)
-            whole = torch.zeros(slot.shape, dtype=part.dtype) if whole is None else whole
-            whole[here].copy_(part)
-            found += part.numel()
-        if found != slot.numel and not slot.may_be_padded:
-            raise ValueError(
-                f"{self._folder / '.metadata'}: {slot.key} has {found} of {slot.numel} elements at {slot.offset}"
-            )
-        return torch.zeros(slot.numel, dtype=self.tensors[slot.key][1]) if whole is None else whole.view(-1)
-
-    def _load(self, index: MetadataIndex) -> Tensor:
-        loaded = self._cache.tensors
-        if index in loaded:
-            loaded.move_to_end(index)
-            return loaded[index]
-        place = self._places[index]
-        file = self._folder / place.relative_path
-        with file.open("rb") as stream:
-            try:
-                view: Any = _View(stream, place.offset, place.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
-            except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
+            if key not in stored.shapes and not key.startswith("optimizer."):
+                raise ValueError(f"{metadata}: tensor {key} is none of this model's")
+        sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
+        for index, place in self._reader.storage_data.items():
+            size = sizes.get(place.relative_path, 0)
+            if index.fqn in stored.shapes and size < place.offset + place.length:
                 raise ValueError(
-                    f"{file}: {index.fqn} at {tuple(index.offset or ())} cannot be read ({error})"
-                ) from error
-        while loaded and sum(x.nbytes for x in loaded.values()) + tensor.nbytes > CACHE_BYTES:
-            loaded.popitem(last=False)
-        loaded[index] = tensor
-        return tensor
+                    f"{self._folder / place.relative_path} has {size} bytes, {index.fqn} at {tuple(index.offset)} "
+                    f"ends at {place.offset + place.length}: the file is cut off or missing"
+                )
+        num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
+        for key, whole in ((key, self.tensors[key]) for key in num_stacked):
+            for chunk in whole.chunks:  # by layer or expert: torch looks through all that it is given
+                place = key, tuple(chunk.offsets[: num_stacked[key]])
+                empty = TensorStorageMetadata(whole.properties, whole.size, [])
+                self._chunks.setdefault(place, empty).chunks.append(chunk)
+
+    def copy(self, box: ShardSlice, flat: Tensor) -> None:
+        """Copy the slice of tensor `box.name` to where it lies in the parameter `flat`. Rows that pad may be absent."""
+        chunks = self._chunks[box.name, box.start[: lead_axis(box.shape)]]
+        wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+        items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
+        try:
+            self._reader.read_data(LoadPlan(items), _IntoTensor(view(flat, box)))
+        except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
+            places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
+            files = ", ".join(str(self._folder / place) for place in sorted(places))
+            raise ValueError(f"{files}: {box.name} at {box.start} cannot be read ({error!r}); copy it again") from error
 
 
-class _Cache(threading.local):
-    def __init__(self) -> None:
-        self.tensors: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
+class _IntoTensor(DefaultLoadPlanner):
+    """Gives the reader the one tensor to fill."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensor
 
 
-class _View(io.RawIOBase):
-    """`length` bytes of a file from `at`, as a file of its own."""
+class MegatronSource:
+    def __init__(self, conversion_map: ConversionMap, folder: MegatronFolder) -> None:
+        self._map = conversion_map
+        self._folder = folder
 
-    def __init__(self, file: BinaryIO, at: int, length: int) -> None:
-        self._file, self._at, self._length, self._here = file, at, length, 0
+    def dtype(self, param: str) -> torch.dtype:
+        return self._folder.tensors[self._map.stored.slices[param][0].name].properties.dtype
 
-    def readable(self) -> bool:
-        return True
+    def read(self, param: str) -> Tensor:
+        flat = torch.zeros(self._map.numel(param), dtype=self.dtype(param))
+        for box in self._map.stored.slices[param]:
+            self._folder.copy(box, flat)
+        return flat
 
-    def seekable(self) -> bool:
-        return True
 
-    def tell(self) -> int:
-        return self._here
+class MegatronTarget:
+    """A file for each value of `file_of(param)`, or several of at most `file_bytes`, in chunks for each tensor rank."""
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._here = offset + (0, self._here, self._length)[whence]
-        return self._here
+    def __init__(
+        self,
+        conversion_map: ConversionMap,
+        source: Source,
+        *,
+        file_of: Callable[[str], Hashable],
+        file_bytes: int,
+        tensor_parallel: int,
+    ) -> None:
+        self._map = conversion_map
+        self._tensor_parallel = tensor_parallel
+        self._dtypes = {param: source.dtype(param) for param in conversion_map.stored.slices}
+        by_file: dict[Hashable, list[str]] = {}
+        for param in conversion_map.stored.slices:
+            by_file.setdefault(file_of(param), []).append(param)
+        groups = [group for params in by_file.values() for group in split_by_size(params, file_bytes, self._nbytes)]
+        self.files = [
+            OutputFile(f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group)))  # torch's name for a rank's
+            for number, group in enumerate(groups)
+        ]
+        self._plans = [SavePlan([self._item(box) for param in group for box in self._chunks(param)])
+                       for group in groups]  # fmt: skip
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in conversion_map.stored.objects]
+        self._plans[0].items.extend(objects)
 
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._here)]
-        self._file.seek(self._at + self._here)
-        count = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._here += count
-        return count
+    def _nbytes(self, param: str) -> int:
+        return self._map.numel(param) * self._dtypes[param].itemsize
+
+    def _chunks(self, param: str) -> Iterator[ShardSlice]:
+        for box in self._map.stored.slices[param]:
+            yield from row_blocks(box, self._dtypes[param].itemsize, parts=self._tensor_parallel)
+
+    def _item(self, box: ShardSlice) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+        properties, size = TensorProperties(self._dtypes[box.param]), torch.Size(self._map.stored.shapes[box.name])
+        data = TensorWriteData(chunk, properties, size)
+        return WriteItem(MetadataIndex(box.name, box.start), WriteItemType.SHARD, tensor_data=data)
+
+    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> list[WriteResult]:
+        writer = FileSystemWriter(folder)
+        plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
+        chunks = (view(flat, box) for param, flat in params for box in self._chunks(param))
+        return writer.write_data(plan, _StreamedChunks(chunks)).wait()
+
+    def finish(self, folder: Path, results: list[list[WriteResult]]) -> None:
+        _, metadata = create_default_global_save_plan(self._plans)
+        FileSystemWriter(folder).finish(metadata, results)
+        torch.save({}, folder / "common.pt")
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+    def reopen(self, folder: Path) -> Source:
+        written = MegatronFolder(folder)
+        written.check(self._map.stored)
+        return MegatronSource(self._map, written)
+
+
+class _StreamedChunks(DefaultSavePlanner):
+    """Gives the writer the next chunk when it asks for one. It asks in the order of its plan."""
+
+    def __init__(self, chunks: Iterator[Tensor]) -> None:
+        super().__init__()
+        self._chunks = chunks
+        self._previous = torch.empty(0)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            empty = io.BytesIO()
+            torch.save([None], empty)  # what Transformer Engine keeps of a layer that was never run
+            return empty
+        self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
+        self._previous = next(self._chunks).clone()
+        return self._previous

@@ -1,9 +1,9 @@
-"""One distributed checkpoint on its way to disk: planned and copied to the host at once, written by a thread.
+"""A distributed checkpoint on its way to disk: planned and copied to the host at once, written by a thread.
 
     plan (collective) -> host copy -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
 
-Megarl's own thread instead of Megatron-Core's writer processes: 0.16 forks them, out of a process that holds an
-engine and its threads. Only this thread's disk work runs beside the loop; every collective is the caller's.
+A thread of our own in place of Megatron-Core's writer processes: 0.16 forks them from a process that holds an engine
+and its threads. Only the thread's disk work runs beside the loop; every collective is the caller's.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ __all__ = ["Writing"]
 
 
 class Writing:
-    """Begun by constructing it, ended by `finish`; every rank does both, in the same order."""
+    """Constructing it begins the write, `finish` ends it; every rank does both, in the same order."""
 
     def __init__(self, sharded: dict[str, Any], folder: Path) -> None:
         """Plan and copy; the state may change once this returns. `folder` exists and is empty."""
         self._folder = folder
         self._error = ""
-        self._sums: dict[str, tuple[int, str]] = {}
-        # else a process for this one queue is spawned on every rank; thread and reader are both in here
+        self._sums: files.Sums = {}
+        # otherwise every rank spawns a process for this queue, though writer and reader are in this one
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
-        # 0.19 would hand the write to another package, and has an option to say no
-        options: dict[str, Any] = (
-            {"async_strategy": "mcore"} if "async_strategy" in _parameters(dist_checkpointing.save) else {}
-        )
+        # 0.19 would hand the write to another package unless told otherwise
+        has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+        options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
         self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -49,7 +48,7 @@ class Writing:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for all ranks' files, then make the folder a whole checkpoint.
+        """Wait for all ranks' files, then complete the checkpoint.
 
         Raises CheckFailed, on every rank, when one of them could not write.
         """
@@ -61,12 +60,12 @@ class Writing:
             raise CheckFailed(f"checkpoint {self._folder} was not written: rank {rank}: {errors[rank]}")
         for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
             finalize()
-        gathered: list[dict[str, tuple[int, str]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, self._sums)
+        by_rank: list[files.Sums] = [{}] * dist.get_world_size()
+        dist.all_gather_object(by_rank, self._sums)
         if dist.get_rank() == 0:
-            everything = {name: told for rank in gathered for name, told in rank.items()}
-            others = [path.name for path in self._folder.iterdir() if path.name not in everything]
-            files.write_manifest(self._folder, everything | files.sums(self._folder, others))
+            written = {name: entry for sums in by_rank for name, entry in sums.items()}
+            others = [path.name for path in self._folder.iterdir() if path.name not in written]
+            files.write_manifest(self._folder, written | files.sums(self._folder, others))
         dist.barrier()
 
     def _write(self) -> None:
@@ -77,30 +76,26 @@ class Writing:
                 self._sums |= files.sums(self._folder, [bucket[1]])
             if self._buckets:
                 self._request.async_fn_args[2].put(results)
-        except Exception as error:  # noqa: BLE001 (a thread's border: `finish` raises it where somebody listens)
+        except Exception as error:  # noqa: BLE001 (in a thread: `finish` raises it)
             self._error = f"{type(error).__name__}: {error}"
         self._buckets = []
 
     def _write_file(self, index: int, bucket: Any) -> Any:
         transforms, *_ = self._request.async_fn.args
-        told: queue.Queue[Any] = queue.Queue()
-        counted: queue.Queue[int] = queue.Queue()
-        counted.put(index)
+        results: queue.Queue[Any] = queue.Queue()
+        running: queue.Queue[int] = queue.Queue()
+        running.put(index)
         write: Any = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        write(transforms, index, bucket, told, counted, True)
-        _, result = told.get()
+        write(transforms, index, bucket, results, running, True)
+        _, result = results.get()
         if isinstance(result, Exception):
             raise result
         return result
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Buckets are (path, name, (objects, tensors)); on a CPU too the state goes on changing, so it is copied."""
-    copied = []
-    for path, name, (objects, tensors) in buckets:
-        copied.append((path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors])))
-    return copied
-
-
-def _parameters(function: Any) -> Any:
-    return inspect.signature(function).parameters
+    """Buckets are (path, name, (objects, tensors)); copied on a CPU too, where the state goes on changing."""
+    return [
+        (path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]

@@ -1,11 +1,11 @@
-"""YAML file -> preset values -> `key=value` overrides -> frozen `Config`, or one line that says what to change.
+"""YAML file + preset values + `key=value` overrides -> frozen `Config`, or a one-line error.
 
     file ---+
     preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
     k=v ----+
 
-An explicit value always wins over its preset's. Every error names the key, the value, where it stands and
-what is allowed, as `ValueError`.
+Explicit values take precedence over the preset's. Every error is a `ValueError` that gives the key, its value, where it
+is set, and what is allowed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megarl.config.names import LOSS_BOUNDS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 
 __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
 COMMAND_LINE = "on the command line"
-NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, meaningful for that name only
-LOSS_BOUNDS = ("clip_low", "clip_high", "dual_clip")  # so are these, for the loss
+NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, which belong to the named function
+RENAMED = {  # key of an earlier version -> its present name
+    "algorithm.bypass": "algorithm.use_rollout_logprobs",
+    "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
+    "algorithm.select_options": "algorithm.token_selection_options",
+    "checkpoint.hf": "checkpoint.export_hf",
+    "rollout.sleep": "rollout.sleep_level",
+    "sync.staged": "sync.atomic",
+    "train.optimizer_on_host": "train.optimizer_cpu_offload",
+}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-6 is a number, and a key given twice is an error."""
+    """Safe YAML in which 1e-6 is a number."""
 
 
 _Loader.add_implicit_resolver(
@@ -41,19 +50,19 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in `path` with `overrides` ("section.key=value") on top.
+    """Read the config in `path` and apply `overrides` ("section.key=value").
 
-    Raises ValueError or FileNotFoundError with one line for the user.
+    Raises ValueError or FileNotFoundError with a one-line message.
     """
     file = Path(path)
     if not file.is_file():
         near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
         hint = f"; did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else ""
-        raise FileNotFoundError(f"config {file} is not there{hint or '; name a YAML file'}")
+        raise FileNotFoundError(f"config {file} does not exist{hint or '; give a YAML file'}")
     values, lines = _read_yaml(_read_text(file), str(file))
-    given = [_parse_override(text) for text in overrides]
-    _give_way(values, dict(given))
-    for key, value in given:
+    assignments = [_parse_override(text) for text in overrides]
+    _drop_replaced(values, dict(assignments))
+    for key, value in assignments:
         _assign(values, key, value)
         lines[key] = COMMAND_LINE
     return parse_config(values, lines, source=str(file))
@@ -62,11 +71,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def parse_config(
     values: Mapping[str, Any], lines: Mapping[str, str] | None = None, *, source: str = "config"
 ) -> Config:
-    """`values` is the nested dict of a file; `lines` says where each dotted key stands, for errors."""
+    """Build a config from the nested dict of a file.
+
+    `lines` maps dotted keys to where they are set, for error messages. Raises ValueError with a one-line message.
+    """
     merged = deepcopy(dict(values))
     where = _Where(lines or {}, source)
     if unknown := next(_unknown_keys(merged, Config, ""), None):
         key, near, known = unknown
+        if key in RENAMED:
+            raise ValueError(f"{key} {where(key)} has been renamed; use {RENAMED[key]}")
         hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(known)}"
         raise ValueError(f"unknown key {key} {where(key)}; {hint}")
     algorithm = merged.get("algorithm")
@@ -79,7 +93,7 @@ def parse_config(
 
 
 def resolved_yaml(config: Config) -> str:
-    """Every value, preset values included: reading it back gives the same config."""
+    """All values as YAML, including the preset's; reading it back gives the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -88,7 +102,7 @@ def run_dir(config: Config) -> Path:
 
 
 class _Where:
-    """Where a dotted key stands: `in FILE line N`, or `on the command line`."""
+    """Describes where a dotted key is set: `in FILE line N`, or `on the command line`."""
 
     def __init__(self, lines: Mapping[str, str], source: str) -> None:
         self.lines, self.source = lines, source
@@ -107,7 +121,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The nested values of a YAML document, and for each dotted key the line it stands on."""
+    """The nested values of a YAML document, and the line of each dotted key."""
     lines: dict[str, str] = {}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:
@@ -132,13 +146,13 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ValueError(f"{name} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        at = f" line {mark.line + 1}" if mark else ""
+        line = f" line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(f"{name}{at} is not YAML: {problem}; check indentation and colons") from None
+        raise ValueError(f"{name}{line} is not YAML: {problem}; check indentation and colons") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}, not sections; see configs/quickstart.yaml")
+        raise ValueError(f"{name} contains a {type(values).__name__}, not sections; see configs/quickstart.yaml")
     return values, lines
 
 
@@ -146,19 +160,21 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip().removeprefix("--")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
-        raise ValueError(f"{text!r} on the command line is not an override; write section.key=value, as train.steps=10")
+        raise ValueError(
+            f"{text!r} on the command line is not an override; write section.key=value, e.g. train.steps=10"
+        )
     try:
         return key, yaml.load(raw, Loader=_Loader)
     except yaml.YAMLError:
         raise ValueError(f"the value of {key}={raw!r} is not YAML; quote it") from None
 
 
-def _give_way(values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Drop what the file says of a model or a task that the command line replaces by another."""
+def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Remove settings of a model or task that the command line replaces by another."""
     model, task = values.get("model"), values.get("task")
-    if "model.path" in given and isinstance(model, dict):
+    if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
-    if "task.name" in given and isinstance(task, dict) and given["task.name"] != task.get("name", Task().name):
+    if "task.name" in overrides and isinstance(task, dict) and overrides["task.name"] != task.get("name", Task().name):
         task.pop("options", None)
 
 
@@ -167,7 +183,7 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     node = values
     for name in path:
         if not isinstance(node.get(name), dict):
-            node[name] = {}  # a null or plain value gives way to a section; pydantic judges the result
+            node[name] = {}  # replaces a null or plain value; pydantic validates the result
         node = node[name]
     node[last] = value
 
@@ -176,10 +192,10 @@ def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
     name = explicit.get("preset", "grpo")
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(PRESETS)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from: {', '.join(PRESETS)}"
         raise ValueError(f"algorithm.preset={name!r} {where('algorithm.preset')} is unknown; {hint}")
     preset = deepcopy(dict(PRESETS[name]))
-    for part in NAMED_OPTIONS:  # another function's options would be refused by this one
+    for part in NAMED_OPTIONS:  # the preset's options belong to the preset's function
         if part in explicit and explicit[part] != preset.get(part):
             for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
                 preset.pop(key, None)
@@ -187,7 +203,7 @@ def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` wins key by key, at every depth."""
+    """Merge recursively; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)
         below[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
@@ -227,7 +243,7 @@ def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterato
 
 
 def _near(key: str, section: type[BaseModel], prefix: str) -> list[str]:
-    """Names like `key`: in its own section first, else the same or a like name in any other."""
+    """Names similar to `key` in its section, else the same or a similar name in any section."""
     if here := difflib.get_close_matches(key, section.model_fields, n=2):
         return [prefix + name for name in here]
     everywhere = list(_known_keys(Config))
@@ -239,12 +255,12 @@ def _near(key: str, section: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _explain(error: ValidationError, where: _Where) -> str:
-    """The first problem of a pydantic error as one line: key, value, where, what is allowed."""
-    first, *more = error.errors()
-    known = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
-    key = ".".join(known)
+    """The first of pydantic's errors as one line: key, value, where it is set, what is allowed."""
+    first, *others = error.errors()
+    names = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
+    key = ".".join(names)
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    rest = f" (and {len(more)} more)" if more else ""
+    count = f" (and {len(others)} more)" if others else ""
     if first["type"] == "missing":
-        return f"{key} is missing {where(key)}; give it a value{rest}"
-    return f"{key}={first['input']!r} {where(key)} is refused: {allowed}{rest}"
+        return f"{key} is missing {where(key)}; give it a value{count}"
+    return f"{key}={first['input']!r} {where(key)} is refused: {allowed}{count}"

@@ -1,14 +1,14 @@
-"""Names a config may use for functions that live above it, so that a config is judged without importing torch.
+"""Names and options of the functions in `megarl.algorithms`, so that a config is checked without importing torch.
 
-The names equal the keys of the dict of the same name in `megarl.algorithms`, and behind each name stand the options
-of its function; a test holds them together.
+Each dict has the keys of the dict of the same name in `megarl.algorithms`; its values are the options of those
+functions. A test compares the two.
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "CLIPS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "NOT_IN_THE_LOOP", "SELECT",
-    "TOKEN_ADVANTAGES",
+    "ADVANTAGES", "AGGREGATIONS", "CLIPS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "LOSS_BOUNDS",
+    "NOT_IN_THE_LOOP", "SELECT", "TOKEN_ADVANTAGES",
 ]  # fmt: skip
 
 _WHITENED = ("whiten", "std", "eps")
@@ -55,14 +55,18 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "seq_mask": ("low", "high"),
     "opsm": ("delta",),
 }
-SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # beside the bounds
-CLIPS: dict[str, dict[str, float]] = {  # each loss's own bounds, as algorithm.clip_low and its like
+SELECT: dict[str, tuple[str, ...]] = {
+    "clip_cov": ("share", "low", "high"),
+    "kl_cov": ("share",),
+}  # besides the loss's bounds
+LOSS_BOUNDS = (*_CLIP, "dual_clip")  # options of a loss that are keys of `algorithm` itself
+CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
     "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
 }
-GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one
-TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process")  # may differ within a row
-NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions for which the loop does not make what they need
+GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
+TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process")  # may differ within a response
+NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions whose inputs the loop does not compute yet

@@ -1,8 +1,8 @@
-"""Presets: named sets of the values of `algorithm:`, merged under what the user writes. Plain data, no torch.
+"""Presets: named sets of the values of `algorithm`, which explicit settings override. Plain data, no torch.
 
-Values are those of the papers named. What no paper speaks of is the same everywhere: the engine's log-probs are
-never quite the trainer's, so token-level truncated importance sampling at 2 corrects for it (`tis`, in
-`grpo_paper` alone nothing does), and `dual_clip` is on only where it is said to be.
+Values are those of the papers cited. Two settings that no paper fixes are the same everywhere: token-level truncated
+importance sampling with cap 2 (`tis`) corrects for the difference between the engine's and the trainer's log-probs,
+except in `grpo_paper`; `dual_clip` is off unless listed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 __all__ = ["PRESETS"]
 
 _TIS: dict[str, Any] = {"correction": "tis", "correction_options": {"cap": 2.0}}
+_PPO: dict[str, Any] = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 _GRPO: dict[str, Any] = {"advantage": "grpo", "advantage_options": {"std": "unbiased", "eps": 1e-6}}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # What large runs do today: the group's mean and deviation (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
+    # Common practice in large runs: the group's mean and deviation (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
     # clip-higher, token-mean and dynamic sampling (arXiv 2503.14476, 3.1 to 3.3), dual clip (arXiv 1912.09729) at
     # 10, no KL, no entropy bonus.
     "grpo": {
         **_GRPO,
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
+        **_PPO,
         "clip_high": 0.28,
         "dual_clip": 10.0,
         "aggregation": "token-mean",
@@ -33,10 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # 4.2 (coefficient 0.04). The paper does not say which deviation, nor a clip range: PPO's 0.2.
     "grpo_paper": {
         **_GRPO,
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
+        **_PPO,
         "aggregation": "seq-mean-token-mean",
         "kl": {"estimator": "k3", "where": "loss", "coef": 0.04},
         "filter_zero_std": False,
@@ -46,10 +43,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # over the last 4096 of 20480 tokens (3.4, 4.1): a fifth; no KL (2.3).
     "dapo": {
         **_GRPO,
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
+        **_PPO,
         "clip_high": 0.28,
-        "dual_clip": None,
         "aggregation": "token-mean",
         "kl": {"coef": 0.0},
         "filter_zero_std": True,
@@ -60,10 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # is rollout.max_tokens.
     "dr_grpo": {
         "advantage": "dr_grpo",
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
+        **_PPO,
         "aggregation": "seq-mean-token-sum-norm",
         "kl": {"coef": 0.0},
         **_TIS,
@@ -79,7 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_TIS,
     },
     # CISPO, MiniMax-M1, arXiv 2506.13585, 3.1: clipped importance weights, no lower bound, a mean over tokens, no
-    # KL. The upper bound is tuned there and not told; a weight of at most 5 is that of ScaleRL, arXiv 2510.13786.
+    # KL. The paper does not give its upper bound; a weight of at most 5 is ScaleRL's, arXiv 2510.13786.
     "cispo": {
         **_GRPO,
         "loss": "cispo",
@@ -94,10 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # update on a batch.
     "rloo": {
         "advantage": "rloo",
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
+        **_PPO,
         "aggregation": "seq-mean-token-sum",
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
         **_TIS,
@@ -116,9 +105,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {
         "advantage": "reinforce_pp",
         "advantage_options": {"gamma": 1.0, "whiten": True},
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        **_PPO,
         "dual_clip": 10.0,
         "aggregation": "token-mean",
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
@@ -129,9 +116,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
         "advantage_options": {"whiten": True},
-        "loss": "ppo_clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        **_PPO,
         "dual_clip": 10.0,
         "aggregation": "token-mean",
         "kl": {"estimator": "k2", "where": "loss", "coef": 0.001},

@@ -1,6 +1,6 @@
-"""Every setting there is, typed and closed: an unknown key is an error. No torch here.
+"""Every setting, typed and closed: an unknown key is an error. Imports no torch.
 
-Defaults are those of ARCHITECTURE: GRPO, clip 0.2 / 0.28, token-mean, no KL.
+The defaults train with GRPO: clip 0.2 / 0.28, token-mean, no KL. A default that another module needs is read from here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from megarl.config.names import CLIPS
+from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.layout import Parallel
 
 __all__ = [
@@ -32,7 +32,7 @@ class RunSection(Section):
 class Create(Section):
     """A small random model, written once to <run.dir>/.models/<hash>."""
 
-    family: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"] = "qwen3"
+    family: str = "qwen3"  # a name in megarl.models.registry.FAMILIES
     layers: PositiveInt = 2
     hidden: PositiveInt = 128
     heads: PositiveInt = 4
@@ -51,8 +51,9 @@ class Create(Section):
 
 
 class Model(Section):
-    path: str | None = None
+    path: str | None = None  # a Hugging Face model's folder
     create: Create | None = None
+    trust_remote_code: bool = False  # run Python code that comes with the model; not available yet
 
 
 class Checks(Section):
@@ -62,30 +63,28 @@ class Checks(Section):
 
 class Task(Section):
     name: str = "reasoning_gym:chain_sum"
-    options: dict[str, Any] = Field(default_factory=dict)  # handed to the task, as reasoning-gym's own settings
-    template: Literal["chat", "plain"] | None = None  # None: chat where the tokenizer has one
+    options: dict[str, Any] = Field(default_factory=dict)  # passed to the task, for example reasoning-gym's settings
+    template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
     seed: int = 0
-    size: PositiveInt | None = None  # None: all there is
+    size: PositiveInt | None = None  # None: the whole task
 
 
 class Reward(Section):
-    name: str  # accuracy, format, code, judge, process; a URL; or a dotted path to a function of yours
+    name: str  # accuracy, format, code, judge, process; a URL; or the dotted path of a function
     weight: float = Field(default=1.0, allow_inf_nan=False)
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class KlTerm(Section):
-    """KL(policy || reference). The estimator not given: k1 in the reward, k3+ in the loss."""
+    """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
 
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
     coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # the coefficient follows; None: fixed
-    horizon: PositiveInt = 10000  # samples over which it follows
-    value_clamp: float | None = Field(default=None, gt=0)  # of the estimator's value; 10 is what several trainers do
-    importance_weighted: bool = (
-        False  # in the loss, weigh by pi / pi_old with its gradient (DeepSeek-V3.2, arXiv 2512.02556)
-    )
+    target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # adapt the coefficient; None: fixed
+    horizon: PositiveInt = 10000  # samples over which the coefficient adapts
+    value_clamp: float | None = Field(default=None, gt=0)  # bound of the estimator's value; several trainers use 10
+    importance_weighted: bool = False  # weigh KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)
 
     @model_validator(mode="before")
     @classmethod
@@ -96,51 +95,52 @@ class KlTerm(Section):
 
 
 class Overlong(Section):
-    """Less reward for what comes near rollout.max_tokens (DAPO, arXiv 2503.14476, 3.4)."""
+    """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
 
-    buffer: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # tokens before the limit; below 1: a share of it
-    factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # what a response of max_tokens loses
+    buffer: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # tokens below the limit; under 1: a fraction of it
+    factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # penalty of a response of max_tokens
 
 
 class Algorithm(Section):
-    """A preset is only a set of these values (megarl.config.presets) and prints as such."""
+    """What is optimized. A preset (megarl.config.presets) is a set of these values, and is printed as such."""
 
     preset: str = "grpo"
     advantage: str = "grpo"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     loss: str = "ppo_clip"
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    token_selection_options: dict[str, Any] = Field(
-        default_factory=dict
-    )  # which tokens clip_cov and kl_cov treat apart
-    clip_low: float | None = Field(default=None, ge=0)  # bounds of the loss; not given: the loss's own
+    token_selection_options: dict[str, Any] = Field(default_factory=dict)  # of the losses clip_cov and kl_cov
+    clip_low: float | None = Field(default=None, ge=0)  # None: the loss's own default
     clip_high: float | None = Field(default=None, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
     correction: str = "none"
     correction_options: dict[str, Any] = Field(default_factory=dict)
-    use_rollout_logprobs: bool = (
-        False  # the engine's log-probs are the old ones, so the loss's ratio holds the whole gap
-    )
+    use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio includes the engine's difference
     entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
-    filter_zero_std: bool = False  # groups of equal rewards give way to fresh prompts (DAPO's dynamic sampling)
-    max_refills: int = Field(default=4, ge=0)  # rounds of fresh prompts a step; then it goes on with what there is
+    filter_zero_std: bool = False  # replace groups of equal rewards by fresh prompts (DAPO's dynamic sampling)
+    max_refills: int = Field(default=4, ge=0)  # rounds of fresh prompts a step, before it proceeds with fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
-    truncated_reward: float = Field(default=0.0, allow_inf_nan=False)  # theirs when penalised, whatever the rewards say
+    truncated_reward: float = Field(default=0.0, allow_inf_nan=False)  # replaces the reward of penalised responses
     reward_clip: tuple[float, float] | None = None
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
-    normalise_rewards: bool = False  # by mean and deviation of all rewards seen, so of training so far
+    normalise_rewards: bool = False  # by the mean and deviation of all rewards since the start of training
 
     @model_validator(mode="before")
     @classmethod
     def _bounds_of_the_loss(cls, values: Any) -> Any:
-        """What is not given is the loss's own, so that a config prints the bounds that act."""
+        """Fill in the loss's own bounds, so that a printed config shows them. dual_clip: null means off."""
         if not isinstance(values, dict):
             return values
-        given = {k: v for k, v in values.items() if v is not None or k not in ("clip_low", "clip_high")}
+        given = {k: v for k, v in values.items() if v is not None or k not in LOSS_BOUNDS or k == "dual_clip"}
         return CLIPS.get(str(values.get("loss", "ppo_clip")), {}) | given
+
+    @property
+    def loss_bounds(self) -> dict[str, float | None]:
+        """Those of clip_low, clip_high and dual_clip that the loss has, by name: arguments of the loss."""
+        return {name: getattr(self, name) for name in CLIPS.get(self.loss, {})}
 
     @property
     def needs_reference(self) -> bool:
@@ -162,8 +162,8 @@ class ParallelSizes(Section):
 
 class Rollout(Section):
     tensor: PositiveInt = 1
-    expert: PositiveInt = 1  # of vLLM's expert parallelism, over data x tensor ranks of a replica; only planned so far
-    replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks of a replica
+    expert: PositiveInt = 1  # vLLM's expert parallelism, over the data x tensor ranks of a replica; `megarl plan` only
+    replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks per replica
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
     temperature: float = Field(default=1.0, gt=0)
@@ -171,14 +171,13 @@ class Rollout(Section):
     top_k: int = -1
     min_p: float = Field(default=0.0, ge=0, le=1)
     max_staleness: int = Field(default=0, ge=0)
-    max_model_len: PositiveInt | None = None  # None: longest prompt allowed + max_tokens
+    max_model_len: PositiveInt | None = None  # None: max_prompt_tokens + max_tokens
     max_prompt_tokens: PositiveInt = 1024
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     cpu_kv_cache_gb: float = Field(default=1.0, gt=0)
     enforce_eager: bool | None = None  # None: True on CPU
-    sleep_level: Literal[0, 1, 2] = (
-        0  # while training the engine's cache is freed, and its weights go to the host (1) or (2)
-    )
+    # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
+    sleep_level: Literal[0, 1, 2] = 0
 
 
 class Train(Section):
@@ -195,11 +194,11 @@ class Train(Section):
     clip_grad: float = Field(default=1.0, ge=0)  # 0: no clipping
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
-    logprob_chunk: PositiveInt = 1024  # tokens read at a time; their logits exist a tile of the vocabulary at a time
-    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward pass
-    recompute_modules: tuple[str, ...] = ("core_attn",)  # of selective: Megatron-Core's names, as mlp, moe, layernorm
-    offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # off the device while nothing trains
-    optimizer_cpu_offload: bool = False  # Adam runs on the CPU beside the GPU (Megatron-Core's hybrid optimizer)
+    logprob_chunk: PositiveInt = 1024  # tokens per chunk of the log-prob computation
+    recompute: Literal["none", "selective", "full"] = "none"  # of activations, in the backward pass
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # for selective: Megatron-Core's names (mlp, moe, layernorm...)
+    offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # to the host while the engine samples
+    optimizer_cpu_offload: bool = False  # run Adam on the CPU (Megatron-Core's hybrid optimizer)
 
 
 class Precision(Section):
@@ -207,42 +206,45 @@ class Precision(Section):
 
 
 class Sft(Section):
-    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop once the sampled accuracy reaches this
+    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
 
 
 class Sync(Section):
-    # what a rank receives waits in memory of its own (the device's if it has the room, else the host's) until all ranks
-    # agree that all of it came as it was sent: so a torn sync leaves the engine its weights. False: no such memory, and
-    # after a torn sync the engine refuses prompts
+    # Stage received weights (on the device if it has room, else on the host) until all ranks agree that their checksums
+    # match, so that a failed sync leaves the engine's weights intact. False saves that memory: after a failed sync the
+    # engine refuses prompts.
     atomic: bool = True
+    round_bytes: PositiveInt = 512 << 20  # a rank sends and receives at most this much in one round
 
 
 class Checkpoint(Section):
-    every: int = Field(default=50, ge=0)  # steps; and at the end. 0: never
+    every: int = Field(default=50, ge=0)  # steps, and at the end; 0: never
     keep: PositiveInt = 3
-    asynchronous: bool = True  # written while the run goes on; the state is copied to host memory first
-    resume: str = "auto"  # auto | never | a checkpoint's folder
-    export_hf: Literal["never", "end"] | PositiveInt = (
-        "never"  # also export a Hugging Face model: at the end, or every N steps
-    )
+    asynchronous: bool = True  # write in the background, from a copy in host memory
+    resume: str = "auto"  # auto | never | the folder of a checkpoint
+    export_hf: Literal["never", "end"] | PositiveInt = "never"  # a Hugging Face model at the end, or every N steps
 
 
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
-    processes: PositiveInt | None = None  # the trainer's, in the split topology
-    timeout_s: PositiveInt = 600  # of any collective
+    processes: PositiveInt | None = None  # of the trainer, in the split topology
+    # None: in a run what the launcher says (LOCAL_WORLD_SIZE), in a plan of more than 8 processes 8
+    processes_per_node: PositiveInt | None = None
+    timeout_s: PositiveInt = 600  # of collectives
 
 
 class Moe(Section):
-    """Terms of the routers (megarl.trainer.moe), weighed like the policy loss; bias_update_rate does without a loss."""
+    """Router losses (megarl.trainer.moe), weighted like the policy loss, and the loss-free bias update."""
 
-    aux_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of the balance of experts
-    # per_sequence: within each row, so the same in every layout. megatron: over whole micro-batches, as Megatron-Core's
-    # own, so its gradient depends on how rows are packed and on the number of data-parallel ranks
+    aux_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of the load-balancing loss
+    # per_sequence: over each row, so it is the same in every layout. megatron: over whole micro-batches, like
+    # Megatron-Core's own, so its gradient depends on packing and on the number of data-parallel ranks
     aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
     z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of mean logsumexp(logits)^2
-    bias_update_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of the bias DeepSeek-V3's routers have
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to one length
+    bias_update_rate: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False
+    )  # of the expert bias of DeepSeek-V3's routers
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to equal length
 
     @property
     def acts(self) -> bool:
@@ -261,7 +263,7 @@ class Telemetry(Section):
 
 
 class Config(Section):
-    stage: Literal["rl", "sft"] = "rl"
+    stage: Literal["rl", "sft", "reward_model", "dpo"] = "rl"
     run: RunSection = RunSection()
     model: Model = Model()
     checks: Checks = Checks()

@@ -1,35 +1,27 @@
-"""Everything that can be known to be wrong before a process starts, each as one line with the values and the remedy.
+"""Checks a config before any process starts; every error is one line with the values and the remedy.
 
     Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
 
-Pure arithmetic and a few small files; no torch, so a mistake costs a second. What needs a task's or a
-reward's code is asked by `megarl.launch.preflight`, which stands above those packages.
+Pure arithmetic and a few small files, without torch, so that a mistake costs a second. Checks that need the code of a
+task or a reward are in `megarl.launch.preflight`, above those packages.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megarl.config.names import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CLIPS,
-    CORRECTIONS,
-    GROUP_ADVANTAGES,
-    LOSSES,
-    NOT_IN_THE_LOOP,
-    SELECT,
-    TOKEN_ADVANTAGES,
-)
+from megarl.config import names
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
-from megarl.models.shape import ModelShape, parse_model, read_model
+from megarl.models.registry import parse_model, read_model
+from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
 __all__ = ["Job", "check_config", "model_shape"]
@@ -37,22 +29,22 @@ __all__ = ["Job", "check_config", "model_shape"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a config comes to on this machine."""
+    """What a config means on this machine."""
 
-    world: int  # W, over all nodes
-    gpus: int  # of this node; 0: CPU
+    world: int  # processes on all nodes
+    gpus: int  # on this node; 0: CPU
     layout: Layout  # of rank 0
-    replicas: int
+    replicas: int  # of the engine
     model: ModelShape
-    rows: int  # samples of a step
-    longest_row: int  # tokens
+    rows: int  # samples per step
+    longest_row: int  # tokens, prompt and response
     warnings: tuple[str, ...]
 
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Raises ValueError or FileNotFoundError with one line."""
-    samples = config.stage == "rl" or command == "eval"  # with the engine, for the rewards
-    _check_not_yet(config)
+    """Raises ValueError or FileNotFoundError with a one-line message."""
+    has_engine = config.stage == "rl" or command == "eval"
+    _check_available(config)
     shape = model_shape(config)
     gpus = count_gpus()
     world = _world_size(config, env, gpus)
@@ -60,12 +52,12 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     _check_moe(config, shape)
     if gpus:
         check_gpu_trainer(config, shape)
-    elif samples:
+    elif has_engine:
         check_cpu_engine(config, shape)
     _check_world(config, world, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
-    if samples:
+    if has_engine:
         _check_rewards(config)
     _check_lengths(config, shape)
     _check_train(config, gpus)
@@ -85,22 +77,30 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """The sizes of the model a run will train, whether it exists or is about to be made."""
+    """Shape of the model to train, from model.path or model.create."""
     model = config.model
     if model.path is not None and model.create is not None:
-        raise ValueError(f"both model.path={model.path} and model.create are given; keep one")
+        raise ValueError(f"model.path={model.path} and model.create are both set; keep one")
     if model.path is not None:
         return read_model(model.path)
     if model.create is None:
         raise ValueError(
-            "no model: give model.path=DIR with a Hugging Face model, or a model.create section for a small random one"
+            "no model is set: give model.path=DIR with a Hugging Face model, or model.create for a small random one"
         )
     return parse_model(hf_config(model.create), "model.create")
 
 
-def _check_not_yet(config: Config) -> None:
-    """Settings the schema reserves whose machinery is not in this version: refused rather than ignored."""
+def _check_available(config: Config) -> None:
+    """Refuse settings that this version reserves but does not implement."""
+    if config.stage not in ("rl", "sft"):
+        raise ValueError(f"stage={config.stage} is not available in this version; choose rl or sft")
+    if isinstance(config.checkpoint.export_hf, int):
+        raise ValueError(
+            f"checkpoint.export_hf={config.checkpoint.export_hf}: an export every N steps is not available in this "
+            "version; choose never or end"
+        )
     reserved = (
+        ("model.trust_remote_code", config.model.trust_remote_code, False),
         ("launch.topology", config.launch.topology, "colocated"),
         ("rollout.expert", config.rollout.expert, 1),
         ("rollout.replicas", config.rollout.replicas, None),
@@ -111,8 +111,8 @@ def _check_not_yet(config: Config) -> None:
     )
     for key, value, only in reserved:
         if value != only:
-            shown = "null" if only is None else str(only).lower()
-            raise ValueError(f"{key}={value} is not available in this version; leave it at {shown}")
+            shown, default = json.dumps(value), json.dumps(only)
+            raise ValueError(f"{key}={shown} is not available in this version; leave it at {default}".replace('"', ""))
 
 
 def _world_size(config: Config, env: Env, gpus: int) -> int:
@@ -130,20 +130,20 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
             raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
         if value and shape.bridge is not None:
             raise ValueError(
-                f"moe.{key}={value}, but {shape.family} has no table, so its routers are Megatron-Bridge's, which are "
-                "asked for nothing; set it to 0"
+                f"moe.{key}={value} is not supported for {shape.family}, which has no table and uses Megatron-Bridge's "
+                "routers; set it to 0"
             )
-    if moe.bias_update_rate and not shape.router.corrected:
+    if moe.bias_update_rate and not shape.router.expert_bias:
         raise ValueError(
-            f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to move; "
-            "set it to 0 and give moe.aux_loss a coefficient"
+            f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to update; "
+            "set it to 0 and use moe.aux_loss"
         )
 
 
 def _check_world(config: Config, world: int, env: Env) -> None:
     sizes = config.parallel.sizes
-    fits = smallest_world(sizes, config.rollout.tensor)
-    for product, names in (
+    smallest = smallest_world(sizes, config.rollout.tensor)
+    for product, axes in (
         (sizes.dense, "tensor x pipeline x context"),
         (sizes.sparse, "expert_tensor x expert x pipeline"),
         (config.rollout.tensor, "rollout.tensor"),
@@ -151,114 +151,121 @@ def _check_world(config: Config, world: int, env: Env) -> None:
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(
-                f"{origin}={world} is not divisible by {names} = {product}; use a multiple of {fits} processes"
+                f"{origin}={world} is not divisible by {axes} = {product}; use a multiple of {smallest} processes"
             )
+    per_node = config.launch.processes_per_node
+    if per_node is not None and world > per_node and world % per_node:
+        raise ValueError(
+            f"launch.processes_per_node={per_node} does not divide the {world} processes; choose a divisor, or null"
+        )
 
 
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     for key, known in (
-        ("advantage", ADVANTAGES),
-        ("loss", LOSSES),
-        ("aggregation", AGGREGATIONS),
-        ("correction", CORRECTIONS),
+        ("advantage", names.ADVANTAGES),
+        ("loss", names.LOSSES),
+        ("aggregation", names.AGGREGATIONS),
+        ("correction", names.CORRECTIONS),
     ):
         if (name := getattr(algorithm, key)) not in known:
-            raise ValueError(f"algorithm.{key}={name!r} is unknown; there are: {', '.join(known)}")
-        if name in NOT_IN_THE_LOOP:
-            raise ValueError(f"algorithm.{key}={name} needs {NOT_IN_THE_LOOP[name]}, which this version does not make")
+            raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
+        if name in names.NOT_IN_THE_LOOP:
+            raise ValueError(
+                f"algorithm.{key}={name} needs {names.NOT_IN_THE_LOOP[name]}, which is not available in this version; "
+                "choose another"
+            )
         if isinstance(known, Mapping):
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
-    _check_options(
-        "algorithm.select", f"loss={algorithm.loss}", algorithm.token_selection_options, SELECT.get(algorithm.loss, ())
-    )
+    selectable = names.SELECT.get(algorithm.loss, ())
+    _check_options("algorithm.token_selection", f"loss={algorithm.loss}", algorithm.token_selection_options, selectable)
     if config.stage != "rl":
         return
-    compared = algorithm.advantage in GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
+    is_relative = (
+        algorithm.advantage in names.GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
+    )
     has_steps = algorithm.advantage == "grpo_process" and any(reward.name == "process" for reward in config.rewards)
-    if config.rollout.samples_per_prompt == 1 and compared and not has_steps:
+    if config.rollout.samples_per_prompt == 1 and is_relative and not has_steps:
         raise ValueError(
-            f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, as a "
-            "sample is compared with its own group; use 2 or more, or algorithm.preset=reinforce_pp"
+            f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, "
+            "because a sample is compared with its group; use 2 or more, or algorithm.preset=reinforce_pp"
         )
     if algorithm.loss == "sft":
         raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
     _check_bounds(algorithm)
     _check_objective(config)
-    # the trainer recomputes log-probs over the whole vocabulary; a sampler that cut it off used another distribution
+    # the trainer computes log-probs over the whole vocabulary; a truncating sampler uses another distribution
     for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
         if (value := getattr(config.rollout, key)) not in (off, 0 if key == "top_k" else off):
             raise ValueError(
-                f"rollout.{key}={value} is refused in training: the engine would sample from a truncated distribution "
-                f"whose log-probs the trainer cannot reproduce; set it to {off}"
+                f"rollout.{key}={value} is refused in training: it truncates the distribution that the engine samples "
+                f"from, and the trainer cannot reproduce its log-probs; set it to {off}"
             )
 
 
 def _check_bounds(algorithm: Algorithm) -> None:
-    """A bound that is given acts, or is refused."""
-    takes = CLIPS.get(algorithm.loss, {})
-    for key in ("clip_low", "clip_high", "dual_clip"):
-        if getattr(algorithm, key) is not None and key not in takes:
+    """Refuse bounds that the loss would ignore."""
+    bounds = names.CLIPS.get(algorithm.loss, {})
+    for key in names.LOSS_BOUNDS:
+        if getattr(algorithm, key) is not None and key not in bounds:
             raise ValueError(
                 f"algorithm.{key}={getattr(algorithm, key)}, but loss={algorithm.loss} has no such bound "
-                f"(it has {' and '.join(takes) or 'none'}); remove it"
+                f"(it has {' and '.join(bounds) or 'none'}); remove it"
             )
         if key in algorithm.loss_options:
-            raise ValueError(f"algorithm.loss_options.{key} is a setting of its own; write algorithm.{key}")
+            raise ValueError(f"algorithm.loss_options.{key} is a key of `algorithm` itself; write algorithm.{key}")
 
 
 def _check_objective(config: Config) -> None:
-    """Settings that contradict one another."""
+    """Refuse settings that contradict each other."""
     algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.use_rollout_logprobs and algorithm.correction != "none":
         raise ValueError(
-            "algorithm.use_rollout_logprobs=true puts the gap between engine and trainer into the loss's ratio, and "
-            f"correction={algorithm.correction} would count it again; set algorithm.correction=none"
+            "algorithm.use_rollout_logprobs=true includes the engine's difference in the loss's ratio, and "
+            f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
-    uneven = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
-    if algorithm.loss == "gspo" and algorithm.advantage in TOKEN_ADVANTAGES and uneven:
+    per_token = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
+    if algorithm.loss == "gspo" and algorithm.advantage in names.TOKEN_ADVANTAGES and per_token:
         raise ValueError(
-            f"algorithm.loss=gspo takes one advantage a row, and advantage={algorithm.advantage} with kl.where="
-            f"{kl.where} gives one a token; use advantage=grpo, or loss=ppo_clip"
+            f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
+            f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip"
         )
     if algorithm.advantage == "grpo_process" and kl.where == "reward" and kl.coef > 0:
         raise ValueError(
-            "algorithm.advantage=grpo_process looks at rewards where a step ends, and would lose most of the KL that "
-            "kl.where=reward puts on every token; set kl.where=loss"
+            "algorithm.advantage=grpo_process reads rewards at the ends of steps only, and would ignore most of the KL "
+            "that kl.where=reward puts on every token; set kl.where=loss"
         )
     if kl.target is not None and kl.coef == 0:
-        raise ValueError(f"algorithm.kl.target={kl.target} adapts a coefficient of 0, which stays 0; give kl.coef")
+        raise ValueError(f"algorithm.kl.target={kl.target} adapts kl.coef=0, which would stay 0; set kl.coef")
     if kl.importance_weighted and kl.where == "reward":
         raise ValueError(
-            "algorithm.kl.importance_weighted=true is about KL in the loss; set it to false, or kl.where=loss"
+            "algorithm.kl.importance_weighted=true needs KL in the loss; set it to false, or kl.where=loss"
         )
     if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted:
         raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
     if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
-        raise ValueError(f"algorithm.reward_clip={list(algorithm.reward_clip)} must rise, as [-5, 5]")
+        raise ValueError(f"algorithm.reward_clip={list(algorithm.reward_clip)} must be increasing, e.g. [-5, 5]")
     if algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards:
-        raise ValueError(
-            "algorithm.reward_clip_stage=normalised, but normalise_rewards=false; use raw, or normalise_rewards=true"
-        )
+        raise ValueError("algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or choose raw")
     if algorithm.overlong.buffer > config.rollout.max_tokens:
         raise ValueError(
             f"algorithm.overlong.buffer={algorithm.overlong.buffer:g} exceeds rollout.max_tokens="
-            f"{config.rollout.max_tokens}; lower it (below 1 it is a share of max_tokens)"
+            f"{config.rollout.max_tokens}; lower it (below 1 it is a fraction of max_tokens)"
         )
 
 
-def _check_options(key: str, name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unknown := next((option for option in given if option not in known), None):
+def _check_options(key: str, name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := next((option for option in options if option not in known), None):
         near = get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
-        raise ValueError(f"{key}_options.{unknown} is no option of {key}={name}; {hint}")
+        raise ValueError(f"{key}_options.{unknown} is not an option of {key}={name}; {hint}")
 
 
 def _check_rewards(config: Config) -> None:
     if not config.rewards:
-        raise ValueError("rewards is empty, so nothing can be learned; name one, as rewards: [{name: accuracy}]")
+        raise ValueError("rewards is empty; give at least one, e.g. rewards: [{name: accuracy}]")
     if not any(reward.weight for reward in config.rewards):
-        raise ValueError("every weight in rewards is 0, so nothing can be learned; give one a weight")
+        raise ValueError("every weight in rewards is 0; set at least one")
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:
@@ -277,30 +284,24 @@ def _check_train(config: Config, gpus: int) -> None:
     if train.updates_per_step > train.prompts_per_step:
         raise ValueError(
             f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
-            "and the samples of a prompt stay together; lower it"
+            "and the samples of a prompt share an update; lower it"
         )
     if train.optimizer_cpu_offload and not gpus:
-        raise ValueError(
-            "train.optimizer_cpu_offload=true needs a GPU: on a CPU the optimizer is on the host; remove it"
-        )
+        raise ValueError("train.optimizer_cpu_offload=true needs a GPU; remove it")
     if train.min_lr > train.lr:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):
-        raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, as [0.9, 0.95]")
+        raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, e.g. [0.9, 0.95]")
 
 
 def _check_resume(config: Config) -> None:
     resume = config.checkpoint.resume
     if resume in ("auto", "never"):
         return
-    if not Path(resume).is_dir():
-        raise FileNotFoundError(
-            f"checkpoint.resume={resume} is not a folder; use auto, never, or a checkpoint's folder"
-        )
     if not (Path(resume) / "metadata.json").is_file():
         raise FileNotFoundError(
-            f"checkpoint.resume={resume} holds no metadata.json, so it is no checkpoint; use auto, never, or a "
-            "checkpoint's folder, whose name ends as step_100"
+            f"checkpoint.resume={resume} is not a checkpoint (no metadata.json); use auto, never, or a folder such as "
+            "checkpoints/step_100"
         )
 
 
@@ -308,18 +309,18 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
     train = config.train
     if shape.mtp_layers:
         yield (
-            f"num_nextn_predict_layers={shape.mtp_layers}: layers of multi-token prediction are neither trained nor "
-            "synced, and a checkpoint or an exported model holds none"
+            f"num_nextn_predict_layers={shape.mtp_layers}: multi-token prediction layers are neither trained nor "
+            "synced, and checkpoints and exported models do not contain them"
         )
     if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
-        yield "algorithm.advantage=grpo_process without the reward `process` has one step a response: it is grpo"
+        yield "algorithm.advantage=grpo_process without the reward `process` has one step per response, and equals grpo"
     if longest > train.max_tokens_per_microbatch:
         yield (
-            f"a row may be {longest} tokens, more than train.max_tokens_per_microbatch="
-            f"{train.max_tokens_per_microbatch}: such rows get a micro-batch of their own, which may need more memory"
+            f"a row may have {longest} tokens, more than train.max_tokens_per_microbatch="
+            f"{train.max_tokens_per_microbatch}: such a row forms its own micro-batch, which may need more memory"
         )
     per_update = rows // train.updates_per_step
     if per_update < layout.dp.size:
-        yield f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will idle"
+        yield f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will be idle"
     if train.warmup_steps >= train.steps > 0:
-        yield f"train.warmup_steps={train.warmup_steps} lasts for all {train.steps} steps: lr is never reached"
+        yield f"train.warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr is never reached"

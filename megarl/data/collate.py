@@ -1,4 +1,4 @@
-"""Groups of samples into one flat batch. The only place where tokens are shifted into labels.
+"""Collates groups of samples into one flat batch. The only place where tokens are shifted into labels.
 
 tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
 trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T
@@ -29,25 +29,25 @@ def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) ->
 
 
 def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False) -> TrainBatch:
-    """Every sample one row, groups in order. Samples must have been scored. N = samples, T = all their tokens.
+    """One row per sample, in the order of the groups: N samples with T tokens in all. Every sample must be scored.
 
-    `mask_truncated`: what was cut at the token limit is a row without a trainable token, so it takes no part.
+    With `mask_truncated`, the mask of samples that reached the token limit is False, so they are not trained on.
     """
     rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
     samples = [sample for _, _, sample in rows]
     masks = [_mask(sample, mask_truncated) for sample in samples]
-    placed = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
+    reward_rows = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
     logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
     tokens = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=temperature)
-    outcome_at = torch.tensor([at for _, _, at in placed], dtype=torch.int64)
+    outcome_N = torch.tensor([position for _, _, position in reward_rows], dtype=torch.int64)
     return TrainBatch(
         tokens=tokens.tokens,
         labels=tokens.labels,
         mask=_flat(masks, torch.bool),
         rollout_logprobs=_flat(logprobs, torch.float32),
-        token_rewards=_flat([rewards for rewards, _, _ in placed], torch.float32),
-        step_ends=_flat([ends for _, ends, _ in placed], torch.bool),
-        outcome_at=torch.where(outcome_at < 0, -1, outcome_at + tokens.cu_seqlens[:-1]),
+        token_rewards=_flat([rewards for rewards, _, _ in reward_rows], torch.float32),
+        step_ends=_flat([ends for _, ends, _ in reward_rows], torch.bool),
+        outcome_at=torch.where(outcome_N < 0, -1, outcome_N + tokens.cu_seqlens[:-1]),
         cu_seqlens=tokens.cu_seqlens,
         rewards=torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32),
         baseline=torch.tensor([group.baseline or 0.0 for _, group, _ in rows], dtype=torch.float32),
@@ -64,12 +64,12 @@ def _mask(sample: Sample, mask_truncated: bool) -> Tensor:
     return torch.zeros_like(mask_L) if mask_truncated and sample.finish == "length" else mask_L
 
 
-def _flat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
+def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=dtype), *(row.to(dtype) for row in rows)])
 
 
 def _shifted(x_L: Tensor, last: float) -> Tensor:
-    """Position t gets what is said of token t + 1."""
+    """The value of token t + 1 at position t, and `last` at the last position."""
     return torch.cat([x_L[1:], x_L.new_full((min(x_L.numel(), 1),), last)])
 
 
@@ -79,25 +79,23 @@ def _reward(sample: Sample) -> float:
 
 
 def _place_rewards(sample: Sample, mask_L: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(rewards [L], step ends [L], position of the outcome or -1). A reward found on a False position moves to the
-    True one before it; one with none before it rejects the row (its mask becomes all False).
+    """Returns rewards [L], step ends [L] and the position of the outcome reward, -1 if there is none.
 
-    An outcome is one more step at the last True position, and counts as such when it is 0. Where a step of the
-    process ends there too, the two are one step with the sum of their rewards: a position holds one number.
+    The reward of a masked position moves to the trained one before it. If there is none, the row is not trained on:
+    its mask is set to False in place. The outcome is a step that ends at the last trained position, even if it is 0;
+    a process step that ends there as well is merged with it, and their rewards add up.
     """
     rewards_L, ends_L = torch.zeros(mask_L.numel()), torch.zeros(mask_L.numel(), dtype=torch.bool)
     trained = mask_L.nonzero().flatten().tolist()
+    if trained and any(token <= trained[0] for token, _ in sample.step_rewards):
+        mask_L.fill_(False)
+        trained = []
     if not trained:
         return rewards_L, ends_L, -1
-    outcome_at = trained[-1] if sample.has_outcome else -1
-    placed = [(outcome_at, _reward(sample))] if sample.has_outcome else []
-    for token, reward in sample.step_rewards:
-        before = bisect_left(trained, token)  # token t + 1 is trained at position t
-        if not before:
-            mask_L.fill_(False)
-            return rewards_L.zero_(), ends_L.fill_(False), -1
-        placed.append((trained[before - 1], reward))
-    for position, reward in placed:
+    outcome = [(trained[-1], _reward(sample))] if sample.has_outcome else []
+    # token t + 1 is trained at position t
+    steps = [(trained[bisect_left(trained, token) - 1], reward) for token, reward in sample.step_rewards]
+    for position, reward in (*outcome, *steps):
         rewards_L[position] += reward
         ends_L[position] = True
-    return rewards_L, ends_L, outcome_at
+    return rewards_L, ends_L, trained[-1] if sample.has_outcome else -1

@@ -1,10 +1,10 @@
-"""Rows into micro-batches: under a token budget, ranks equally busy, the same number of micro-batches on every rank.
+"""Packs rows into micro-batches under a token budget: equal cost and the same number of micro-batches on every rank.
 
 Pure: every rank computes the same plan from the same lengths.
 
     rows -> updates (groups stay together) -> ranks (equal cost) -> bins of at most `max_tokens`, in order
 
-A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrices are linear in its length, attention is quadratic.
+A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrix products are linear in its length, attention is quadratic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["first_fit_decreasing", "microbatch_multiple", "partition", "plan_mic
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# Where attention costs as much as the matrices of its layer, about 12 hidden sizes; only the balance hangs on it.
+# row length at which attention costs as much as the matrix products of a layer, about 12 hidden sizes
 ATTENTION_LENGTH = 24576
 
 
@@ -46,14 +46,13 @@ def plan_microbatches(
         units=units,
         multiple=microbatch_multiple(layout),
     )
-    until = np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()]
-    trained = np.diff(until)
-    num_tokens = tuple(int(sum(trained[list(bin)].sum() for rank in update for bin in rank)) for update in rows)
+    trained_N = np.diff(np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()])
+    num_tokens = tuple(int(sum(trained_N[list(bin)].sum() for rank in update for bin in rank)) for update in rows)
     return MicrobatchPlan(rows, num_tokens, _efficiency(rows, lengths))
 
 
 def microbatch_multiple(layout: Layout) -> int:
-    """What the number of micro-batches must be a multiple of: interleaved 1F1B asks for one of the pipeline size."""
+    """The number of micro-batches must be a multiple of this: of the pipeline size for interleaved 1F1B."""
     return layout.pp.size if layout.vpp.size > 1 else 1
 
 
@@ -67,12 +66,11 @@ def plan_rows(
     units: Sequence[int] | None = None,
     multiple: int = 1,
 ) -> PlannedRows:
-    """``rows[update][dp_rank][microbatch]``; each row once. A row longer than `max_tokens` is alone in its bin.
+    """Returns ``rows[update][dp_rank][microbatch]``, with every row once.
 
     Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; fewer groups
-    than `updates` make fewer updates.
-    Every rank has the same number of micro-batches, a multiple of `multiple` (interleaved pipelines ask for one);
-    where there are fewer rows than bins some are empty.
+    than `updates` make fewer updates. Every rank has the same number of micro-batches, a multiple of `multiple`, some
+    of them empty if there are too few rows. A row (or unit) longer than `max_tokens` has a micro-batch to itself.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens}; give a positive number of tokens")
@@ -90,22 +88,22 @@ def plan_rows(
             tuple(tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank) for rank in update)
             for update in planned
         )
-    parts = _split_groups(list(groups) if groups is not None else list(range(len(lengths))), updates)
     lengths_N = np.asarray(lengths, dtype=np.int64)
-    return tuple(_plan_update(np.arange(part.start, part.stop), lengths_N, dp, max_tokens, multiple) for part in parts)
+    ranges = _split_groups(range(len(lengths)) if groups is None else groups, updates)
+    return tuple(_plan_update(np.asarray(rows, np.int64), lengths_N, dp, max_tokens, multiple) for rows in ranges)
 
 
-def _split_groups(groups: list[int], updates: int) -> list[range]:
-    """Consecutive rows into at most `updates` parts of nearly equal row counts, cut only between groups."""
-    starts = [row for row in range(len(groups)) if row == 0 or groups[row] != groups[row - 1]] + [len(groups)]
-    parts, start = [], 0
-    for left in range(updates, 0, -1):
-        target = start + (len(groups) - start) / left
-        end = min((cut for cut in starts if cut > start), key=lambda cut: abs(cut - target), default=start)
+def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
+    """At most `updates` ranges of rows, of nearly equal sizes and without splitting a group."""
+    boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]] + [len(groups)]
+    ranges, start = [], 0
+    for remaining in range(updates, 0, -1):
+        target = start + (len(groups) - start) / remaining
+        end = min((row for row in boundaries if row > start), key=lambda row: abs(row - target), default=start)
         if end > start:
-            parts.append(range(start, end))
+            ranges.append(range(start, end))
         start = end
-    return parts or [range(0)]
+    return ranges or [range(0)]
 
 
 def _plan_update(
@@ -113,60 +111,62 @@ def _plan_update(
 ) -> tuple[tuple[Rows, ...], ...]:
     lengths = lengths_N[rows]
     costs = _costs(lengths)
-    ranks = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, dp)]
-    tight = [first_fit_decreasing(lengths[part], max_tokens) for part in ranks]
-    most = max(max(len(bins) for bins in tight), 1)
-    num_bins = -(-most // multiple) * multiple
+    ranks = [np.sort(np.asarray(items, dtype=np.int64)) for items in partition(costs, dp)]
+    fewest_bins = [first_fit_decreasing(lengths[items], max_tokens) for items in ranks]
+    num_bins = -(-max(1, *map(len, fewest_bins)) // multiple) * multiple
     planned = []
-    for part, fallback in zip(ranks, tight, strict=True):
-        bins = _even_bins(lengths[part], costs[part], num_bins, max_tokens) or fallback
-        filled = [tuple(sorted(rows[part[bin]].tolist())) for bin in bins if bin]
+    for items, fallback in zip(ranks, fewest_bins, strict=True):
+        bins = _even_bins(lengths[items], costs[items], num_bins, max_tokens) or fallback
+        filled = [tuple(sorted(rows[items[bin]].tolist())) for bin in bins if bin]
         planned.append(_pipeline_order(filled, lengths_N, num_bins))
     return tuple(planned)
 
 
 def _costs(lengths: np.ndarray) -> np.ndarray:
-    """Integers, so that every rank and machine breaks ties alike."""
+    """Integers, so that every rank and machine breaks ties the same way."""
     return lengths * ATTENTION_LENGTH + lengths * lengths
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Items by index into the fewest bins first-fit-decreasing finds; one larger than `capacity` is alone.
+    """The bins of first-fit-decreasing, as item indices; an item larger than `capacity` has a bin to itself.
 
-    Bin after bin takes the largest item left that fits, which fills the same bins as the textbook's loop over items
-    but looks each up by its size.
+    Fills one bin after the other with the largest remaining item that fits. The bins are those of the textbook loop
+    over items, but the next item is found by bisection over the distinct sizes.
     """
-    sized = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
-    order = np.argsort(sized, kind="stable")
-    starts = np.append(0, np.flatnonzero(np.diff(sized[order])) + 1)
+    capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
+    order = np.argsort(capped_N, kind="stable")
+    starts = np.append(0, np.flatnonzero(np.diff(capped_N[order])) + 1)
     if not order.size:
         return []
-    sizes = sized[order[starts]].tolist()  # distinct, ascending
-    items, cuts = order.tolist(), [*starts.tolist(), order.size]
-    left = [items[start:end] for start, end in pairwise(cuts)]  # the items of each size
+    sizes = capped_N[order[starts]].tolist()  # distinct, ascending
+    ordered = order.tolist()
+    items_of_size = [ordered[start:end] for start, end in pairwise([*starts.tolist(), order.size])]
     bins: list[list[int]] = []
     while sizes:
-        room, taken, at = capacity, [], len(sizes) - 1
-        while at >= 0:
-            size, same = sizes[at], left[at]
+        room, members, index = capacity, [], len(sizes) - 1
+        while index >= 0:
+            size, items = sizes[index], items_of_size[index]
             if size > room:
-                at = bisect_right(sizes, room, 0, at) - 1
+                index = bisect_right(sizes, room, 0, index) - 1
                 continue
-            count = min(room // size, len(same)) if size else len(same)
-            taken += same[-count:]
+            count = min(room // size, len(items)) if size else len(items)
+            members += items[-count:]
             room -= count * size
-            if count == len(same):
-                del sizes[at], left[at]
+            if count == len(items):
+                del sizes[index], items_of_size[index]
             else:
-                del same[-count:]
-            at -= 1
-        bins.append(taken)
+                del items[-count:]
+            index -= 1
+        bins.append(members)
     return bins
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Items by index into `parts` of nearly equal cost: largest first to the least loaded, then swaps between the
-    most and the least loaded part while they bring the two closer."""
+    """Partition items, given by index, into `parts` of nearly equal cost.
+
+    Assigns the largest first, each to the least loaded part; then swaps items between the most and the least loaded
+    part while that brings their loads closer.
+    """
     costs_N = np.asarray(costs, dtype=np.int64)
     members: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
@@ -185,28 +185,28 @@ def _swapped(costs_N: np.ndarray, members: list[np.ndarray], rounds: int = 1000)
         swap = _best_swap(costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least]))
         if swap is None:
             break
-        i, j, moved = swap
+        i, j, difference = swap
         members[most][i], members[least][j] = members[least][j], members[most][i]
-        loads[most] -= moved
-        loads[least] += moved
+        loads[most] -= difference
+        loads[least] += difference
     return [part.tolist() for part in members]
 
 
 def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """Which two items to exchange so that the gap comes nearest to 0, and by how much the load moves."""
+    """The two items whose exchange brings the gap in load closest to 0, and the load it moves."""
     if gap < 2 or not low.size:
         return None
     order = np.argsort(low, kind="stable")
     above = np.searchsorted(low[order], high - gap // 2).clip(max=low.size - 1)
     near = np.stack([above, (above - 1).clip(min=0)])
-    moved = high - low[order[near]]
-    side, i = np.unravel_index(np.abs(2 * moved - gap).argmin(), moved.shape)
-    best = int(moved[side, i])
+    differences = high - low[order[near]]
+    side, i = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
+    best = int(differences[side, i])
     return (int(i), int(order[near[side, i]]), best) if 0 < best < gap else None
 
 
 def _even_bins(lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """`num_bins` bins of nearly equal cost within the token budget; None when that does not come out."""
+    """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search finds none."""
     size_of, cost_of = lengths.tolist(), costs.tolist()
     room, bins = [max_tokens] * num_bins, [[] for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
@@ -226,17 +226,17 @@ def _even_bins(lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens
 
 
 def _pipeline_order(bins: list[Rows], lengths_N: np.ndarray, num_bins: int) -> tuple[Rows, ...]:
-    """Small ones first and last, where a pipeline fills and drains; like sizes at the same time on every rank."""
-    rising = sorted(bins, key=lambda bin: (int(_costs(lengths_N[list(bin)]).sum()), bin))
-    rising = [()] * (num_bins - len(rising)) + rising
-    return tuple(rising[::2] + rising[1::2][::-1])
+    """Small bins first and last, where a pipeline fills and drains; bins of similar cost run in step on all ranks."""
+    by_cost = sorted(bins, key=lambda bin: (int(_costs(lengths_N[list(bin)]).sum()), bin))
+    by_cost = [()] * (num_bins - len(by_cost)) + by_cost
+    return tuple(by_cost[::2] + by_cost[1::2][::-1])
 
 
 def _efficiency(rows: PlannedRows, lengths: Sequence[int]) -> float:
-    """Real tokens over what the ranks would hold if each micro-batch were as full as the fullest rank's."""
-    held = sum(
-        len(update) * max(sum(lengths[row] for row in rows) for rows in at_once)
+    """Real tokens over the tokens there would be if each micro-batch were as full as that of the fullest rank."""
+    padded = sum(
+        len(update) * max(sum(lengths[row] for row in bin) for bin in microbatch)
         for update in rows
-        for at_once in zip(*update, strict=True)
+        for microbatch in zip(*update, strict=True)
     )
-    return sum(lengths) / held if held else 1.0
+    return sum(lengths) / padded if padded else 1.0

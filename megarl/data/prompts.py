@@ -1,4 +1,4 @@
-"""A task's problems as an endless stream of tokenised prompts; where it stands is one number.
+"""A task's problems as an endless stream of tokenised prompts; its position is one number.
 
 Source -> order (a fresh permutation each epoch) -> tokens -> Prompt(prompt_id = position in the stream)
 """
@@ -19,17 +19,17 @@ __all__ = ["PromptStream", "question_text"]
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPS = 1000  # prompts too long, one after the other
+MAX_SKIPS = 1000  # consecutive prompts that are too long
 
 
 @dataclass
 class PromptStream:
-    """roles.Prompts. The same on every rank: it depends on the task and the seed alone."""
+    """roles.Prompts. Depends on the task and the seed alone, so it is the same on every rank."""
 
     source: Source
     tokenizer: Tokenizer
-    max_tokens: int  # longer prompts are skipped, and counted
-    template: Template | None = None  # None: chat where the tokenizer has one
+    max_tokens: int  # longer prompts are skipped and counted
+    template: Template | None = None  # None: chat if the tokenizer has a template
     seed: int = 0
     position: int = 0
     skipped: int = 0
@@ -38,7 +38,7 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts.
 
-        Raises ValueError when prompt after prompt is longer than `max_tokens`.
+        Raises ValueError if too many prompts in a row are longer than `max_tokens`.
         """
         taken: list[Prompt] = []
         skips = 0
@@ -71,20 +71,20 @@ class PromptStream:
         return Prompt(position, tokens, question_text(problem.question), problem.answer, problem.extra)
 
     def _index(self, position: int) -> int:
-        """An endless task is taken as it comes; a finite one in a new order each time round."""
+        """The problem at `position`: an endless task in its own order, a finite one in a new order each epoch."""
         size = self.source.size
         if size is None:
             return position
-        epoch, place = divmod(position, size)
+        epoch, index = divmod(position, size)
         if self._order[0] != epoch:
             order = list(range(size))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
             self._order = (epoch, order)
-        return self._order[1][place]
+        return self._order[1][index]
 
 
 def question_text(question: Question) -> str:
-    """What a person would read: the text, or the messages under one another."""
+    """A question as text; of chat messages, one per line with its role."""
     if isinstance(question, str):
         return question
     return "\n".join(f"{message['role']}: {message['content']}" for message in question)

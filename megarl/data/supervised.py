@@ -1,4 +1,4 @@
-"""Prompts with reference answers as a batch: the answer (and the end after it) is what is learned."""
+"""Batches of prompts with reference answers, for supervised training on the answer and the end token after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Examples:
     """
 
     tokenizer: Tokenizer
-    temperature: float = 1.0  # of the distribution the answers are made likely under
+    temperature: float = 1.0  # of the distribution whose likelihood is maximised
 
     def __call__(self, prompts: Sequence[Prompt]) -> TokenBatch:
         return token_batch([self._row(prompt) for prompt in prompts], temperature=self.temperature)

@@ -1,9 +1,9 @@
-"""Where problems come from: `reasoning_gym:<name>`, `jsonl:FILE`, or a function of the user's. No torch here.
+"""Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, or a user's function. No torch.
 
     config.Task --load_task(split)--> Source: problem(index) -> Problem
 
-Training and held-out problems never share a question: a generated problem belongs to one split by a hash of its
-text; a file's held-out problems stand in a second file, and are left out of the first.
+Training and held-out problems never share a question: a hash of its text assigns a generated problem to a split; the
+held-out problems of a file come from a second file and are removed from the first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Problem", "Question", "Source", "Split", "check_task", "load_task", 
 Split = Literal["train", "eval"]
 Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
 
-HELD_OUT = 5  # one question in so many belongs to "eval"
-ATTEMPTS = 1000  # draws for one problem of the wanted split
+HELD_OUT = 5  # one question in five belongs to "eval"
+ATTEMPTS = 1000  # to draw a problem of the requested split
 QUESTION_KEYS = ("prompt", "question", "messages")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`extra` reaches the rewards by name; a function at ``extra["score"]`` is the task's own judge of an answer."""
+    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the task's own judge."""
 
     question: Question
     answer: str | None = None
@@ -43,14 +43,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`problem(i)` for any i >= 0 below `size`; the same problem every time, on every rank."""
+    """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
 
 
 def load_task(task: Task, split: Split = "train") -> Source:
-    """Raises ValueError or FileNotFoundError with the values and the remedy."""
+    """The problems of a task's split. Raises ValueError or FileNotFoundError with the values and the remedy."""
     kind, _, rest = task.name.partition(":")
     if kind == "reasoning_gym":
         source = _reasoning_gym(rest, task, split)
@@ -60,17 +60,17 @@ def load_task(task: Task, split: Split = "train") -> Source:
         source = _user_function(task, split)
     else:
         raise ValueError(
-            f"task.name={task.name!r} is no task; write reasoning_gym:<name>, jsonl:FILE, or package.module:function"
+            f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, or package.module:function"
         )
     if source.size == 0:
-        raise ValueError(f"task.name={task.name!r} holds no {split} problem; a dataset needs at least one")
+        raise ValueError(f"task.name={task.name!r} has no {split} problem; a dataset needs at least one")
     if split == "eval" or task.size is None:
         return source
     return Source(source.problem, task.size if source.size is None else min(task.size, source.size))
 
 
 def check_task(task: Task, *, held_out: bool = False) -> None:
-    """What can be wrong with a task, before anything starts: makes its first problem of each split it must have."""
+    """Makes the first problem of each split, so that errors appear before anything starts; raises like `load_task`."""
     load_task(task).problem(0)
     if held_out:
         load_task(task, "eval").problem(0)
@@ -80,41 +80,41 @@ def check_task(task: Task, *, held_out: bool = False) -> None:
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
-    """Every index draws its own 31-bit number until the question it makes falls into `split`."""
+    """Every index draws 31-bit numbers until one makes a question of `split`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports, shown once per installation
+            warnings.simplefilter("ignore", SyntaxWarning)  # in a package it imports, once per installation
             import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(DATASETS)}, as chain_sum, countdown"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)} others, such as chain_sum"
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {hint}")
     try:
         dataset = reasoning_gym.create_dataset(name, **({"seed": 0} | task.options))
     except (TypeError, AssertionError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"task.options={task.options} are refused by reasoning_gym:{name}: {reason}") from None
-    span = _span(dataset) if "size" not in task.options else len(dataset)
+    num_indices = _num_indices(dataset) if "size" not in task.options else len(dataset)
 
     def problem(index: int) -> Problem:
         for attempt in range(ATTEMPTS):
-            entry = dataset[_hash31(f"{task.seed}/{split}/{index}/{attempt}") % span]
+            entry = dataset[_hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
             if _split_of(entry["question"]) == split:
                 score = partial(dataset.score_answer, entry=entry)
                 return Problem(entry["question"], _text(entry["answer"]), {"score": score})
         raise ValueError(
-            f"task.name={task.name!r} made no {split} problem in {ATTEMPTS} draws: it has too few different questions "
+            f"task.name={task.name!r} made no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
             f"to hold some out; widen task.options={task.options}"
         )
 
     return Source(problem, None)
 
 
-def _span(dataset: Any) -> int:
-    """How many problems a dataset can make: nearly all take any index, a few are lists."""
+def _num_indices(dataset: Any) -> int:
+    """The number of indices a dataset accepts: nearly all accept any, a few are lists."""
     try:
         dataset[2**31 - 1]
     except (IndexError, KeyError):
@@ -144,22 +144,22 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
     held_out = task.options.get("eval_file")
     if split == "eval":
         if held_out is None:
-            raise ValueError(f"task.name={task.name!r} holds no problems out; give task.options.eval_file=FILE")
-        return _listed(_read_jsonl(Path(str(held_out))))
+            raise ValueError(f"task.name={task.name!r} has no held-out problems; give task.options.eval_file=FILE")
+        return _list_source(_read_jsonl(Path(str(held_out))))
     rows = _read_jsonl(Path(file))
     if held_out is not None:
         questions = {json.dumps(row.question) for row in _read_jsonl(Path(str(held_out)))}
         rows = [row for row in rows if json.dumps(row.question) not in questions]
-    return _listed(rows)
+    return _list_source(rows)
 
 
-def _listed(problems: Sequence[Problem]) -> Source:
+def _list_source(problems: Sequence[Problem]) -> Source:
     return Source(problems.__getitem__, len(problems))
 
 
 def _read_jsonl(file: Path) -> list[Problem]:
     if not file.is_file():
-        raise FileNotFoundError(f"task file {file} is not there; name a file of one JSON object a line")
+        raise FileNotFoundError(f"task file {file} does not exist; name a file with one JSON object per line")
     problems = []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -168,15 +168,15 @@ def _read_jsonl(file: Path) -> list[Problem]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; mend the line") from None
+                raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line") from None
             problems.append(_problem(row, f"{file} line {number}"))
     if not problems:
-        raise ValueError(f"{file} holds no problem; write one JSON object a line, as {_EXAMPLE}")
+        raise ValueError(f"{file} has no problem; write one JSON object per line, such as {_EXAMPLE}")
     return problems
 
 
 def _user_function(task: Task, split: Split) -> Source:
-    """``f(split=..., **options)`` gives a sequence of rows like those of a jsonl file; it may make them lazily."""
+    """``f(split=..., **options)`` returns a sequence of rows like those of a jsonl file, which may be lazy."""
     function = import_function(task.name, setting="task.name")
     try:
         rows = function(split=split, **task.options)
@@ -185,7 +185,7 @@ def _user_function(task: Task, split: Split) -> Source:
         raise ValueError(f"task.options={task.options} are refused by {task.name}: {reason}; change them") from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
-            f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, as [{_EXAMPLE}]"
+            f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, such as [{_EXAMPLE}]"
         )
     return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
 
@@ -194,23 +194,23 @@ _EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 
 
 def _problem(row: Any, where: str) -> Problem:
-    """One row as a problem; what is neither question nor answer goes into `extra`."""
+    """One row as a problem; all fields but question and answer go into `extra`. `where` appears in errors."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {_EXAMPLE}")
-    given = [key for key in QUESTION_KEYS if key in row]
-    if len(given) != 1:
-        seen = ", ".join(given) or ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"{where} needs one of {', '.join(QUESTION_KEYS)}; it has {seen}")
-    question = row[given[0]]
-    if given[0] == "messages":
+    keys = [key for key in QUESTION_KEYS if key in row]
+    if len(keys) != 1:
+        present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
+        raise ValueError(f"{where} needs one of {', '.join(QUESTION_KEYS)}; it has {present}")
+    question = row[keys[0]]
+    if keys[0] == "messages":
         if not isinstance(question, list) or not question or not all(map(_is_message, question)):
             raise ValueError(
                 f'{where}: messages must be a list of {{"role": ..., "content": ...}}; it is {_short(question)}'
             )
         question = tuple(question)
     elif not isinstance(question, str) or not question:
-        raise ValueError(f"{where}: {given[0]} must be text; it is {_short(question)}")
-    extra = {str(key): value for key, value in row.items() if key not in (given[0], "answer")}
+        raise ValueError(f"{where}: {keys[0]} must be text; it is {_short(question)}")
+    extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
     return Problem(question, _text(row.get("answer")), extra)
 
 
@@ -226,7 +226,7 @@ def _short(value: Any) -> str:
 def random_tokens(
     *, split: Split, vocab: int, size: int = 4096, least: int = 2, most: int = 8, first: int = 4, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Prompts of random token ids, for models without a tokenizer (its text is ids); `first` skips special ones."""
+    """Prompts of `least` to `most` random token ids from `first` on, for models without a tokenizer."""
     draw = random.Random(f"{split}/{seed}")
     return [
         {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}

@@ -1,6 +1,6 @@
-"""Text to token ids and back, once each, on our side; the engine sees ids only.
+"""Converts text to token ids and back, once each; the engine sees ids only.
 
-A model folder without a tokenizer (a tiny test model) has texts that are the ids themselves: "5 17 3".
+For a model folder without a tokenizer (a tiny test model) a text is the ids themselves: "5 17 3".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 
 class Tokenizer(Protocol):
-    """`eos`: every token id that ends a response."""
+    """`eos` has every token id that ends a response."""
 
     eos: tuple[int, ...]
 
@@ -49,7 +49,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> set[int]:
-    """`eos_token_id` as the files have it: a number, a list of them, or nothing."""
+    """The ids of an `eos_token_id`: a number, a list of numbers, or None."""
     if value is None:
         return set()
     return set(value) if isinstance(value, list) else {value}
@@ -61,9 +61,9 @@ class HfTokenizer:
         self.eos = eos
 
     def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
-        """Chat: the tokenizer's own template, up to where the answer begins. Plain: the text as it stands.
+        """Token ids of the question: in the tokenizer's chat template up to the start of the answer, or as plain text.
 
-        Raises ValueError when `template` is chat and the tokenizer has none.
+        `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none.
         """
         if (template or ("chat" if self.inner.chat_template else "plain")) == "plain":
             text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
@@ -75,7 +75,7 @@ class HfTokenizer:
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """The text with the end after it: what a finished response to learn from looks like."""
+        """Token ids of the text and the end token, like a finished response."""
         end = self.inner.eos_token_id if self.inner.eos_token_id is not None else next(iter(self.eos), None)
         return (*self.inner(text, add_special_tokens=False)["input_ids"], *(() if end is None else (end,)))
 
@@ -84,7 +84,7 @@ class HfTokenizer:
 
 
 class TokenIds:
-    """Texts are the ids, separated by spaces."""
+    """The tokenizer of models without one: texts are token ids, separated by spaces."""
 
     def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
         self.eos = eos
@@ -104,11 +104,10 @@ class TokenIds:
         return " ".join(map(str, tokens))
 
     def _parse(self, text: str) -> tuple[int, ...]:
-        words = text.split()
-        wrong = next((word for word in words if not word.isdecimal() or int(word) >= self.vocab), None)
-        if wrong is not None:
-            raise ValueError(
-                f"the model has no tokenizer, so a text is token ids 0..{self.vocab - 1} separated by spaces; "
-                f"{wrong!r} is none. Give the model a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
-            )
-        return tuple(map(int, words))
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab:
+                raise ValueError(
+                    f"the model has no tokenizer, so a text is token ids 0..{self.vocab - 1} separated by spaces; "
+                    f"{word!r} is none. Give the model a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
+                )
+        return tuple(map(int, text.split()))

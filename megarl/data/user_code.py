@@ -1,4 +1,4 @@
-"""A user's own function, named in the config as `package.module:function` (or `package.module.function`). No torch."""
+"""Imports a user's function, named in the config as `package.module:function` or `package.module.function`."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ def is_dotted(name: str) -> bool:
 
 
 def import_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """The function at `path`; `setting` names the config key in errors. The working directory is searched too.
+    """The function at `path`; the working directory is searched too. `setting`, the config key, appears in errors.
 
-    Raises ValueError when there is no such module or function.
+    Raises ValueError if there is no such module or function.
     """
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
         raise ValueError(f"{setting}={path!r} is not a function's path; write package.module:function")
-    if str(Path.cwd()) not in sys.path:  # a console script does not search it by itself
+    if str(Path.cwd()) not in sys.path:  # as for console scripts
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 (the user's module may fail in any way)
+        function: Any = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001 (user code may fail in any way)
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that holds "
+            f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that contains "
             f"{module_name.split('.')[0]}, or install it"
         ) from None
     for name in function_name.split("."):
-        if not hasattr(found, name):
-            there = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        if not hasattr(function, name):
+            known = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
             raise ValueError(
-                f"{setting}={path!r}: {module_name} has no {name!r}; it has {', '.join(there[:10]) or 'no functions'}"
+                f"{setting}={path!r}: {module_name} has no {name!r}; it has {', '.join(known[:10]) or 'no functions'}"
             )
-        found = getattr(found, name)
-    if not callable(found):
-        raise ValueError(f"{setting}={path!r} is a {type(found).__name__}, not a function; name a function")
-    return found
+        function = getattr(function, name)
+    if not callable(function):
+        raise ValueError(f"{setting}={path!r} is a {type(function).__name__}, not a function; name a function")
+    return function

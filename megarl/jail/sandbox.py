@@ -1,11 +1,11 @@
-"""Starts generated code in a jail of its own, feeds it, and stops it when it takes too much.
+"""Starts untrusted code in a process of its own, feeds it, and kills it when it exceeds a limit.
 
-    source, input --empty folder--> jailed.py (a fresh Python) --stdout, report pipe--> Run(kind, output, replies)
+    source, input --empty folder--> jailed.py (a fresh Python) --stdout, report pipe--> Run(kind, output, results)
 
-One process a program; it can start no other, so ending it ends everything. Its kind of failure, by name: `timeout`,
-`memory`, `output` (printed too much), `disk`, `forbidden` (a file, a socket, a process, a signal it may not have),
-`syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), `sandbox` (a limit could not be set, so
-the code was not run).
+Every program runs in one process that cannot start another, so killing it ends everything. Kinds of failure:
+`timeout`, `memory`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal it has no
+right to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), and `sandbox` (a limit could
+not be set, so the code did not run).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Limits", "Run", "missing_limits", "run_calls", "run_program", "told"]
+__all__ = ["CallResult", "Limits", "Run", "missing_limits", "run_calls", "run_program"]
 
 JAIL = Path(__file__).with_name("jailed.py")
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
-GLANCE_S = 0.1  # how often the folder's size is looked at
+POLL_S = 0.1  # between two checks of the folder's size
 MAX_FILES = 1000
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-BY_SIGNAL = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}  # the kernel's killer
-TOLD = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # and exception: what jail.kind_of says
-STREAM = 1 << 16
+BY_SIGNAL = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}  # SIGKILL: OOM killer
+REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
+READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,72 +45,108 @@ class Limits:
     memory_bytes: int = 512 << 20
     disk_bytes: int = 16 << 20
     output_bytes: int = 1 << 20
-    strict: bool = True  # refuse to run what cannot be limited
+    strict: bool = True  # do not run the code if a limit cannot be enforced
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The value of one request, or the kind of its failure."""
+
+    value: Any = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`kind` is empty where the code ran to its end."""
+    """`kind` of failure is empty if the code ran to its end; `results` has an entry for each request it completed."""
 
     kind: str
     output: bytes = b""
-    replies: list[dict[str, Any]] = field(default_factory=list)
-    why: str = ""
+    results: Sequence[CallResult] = ()
+    detail: str = ""
 
 
 def missing_limits() -> dict[str, str]:
-    """What this machine cannot enforce, and the reason; empty on a Linux with Landlock and seccomp."""
+    """The limits this machine cannot enforce, each with the reason; empty on Linux with Landlock and seccomp."""
     if not sys.platform.startswith("linux"):
         return {"everything": f"{sys.platform} is not Linux"}
-    lines = _Jailed("", Limits(strict=False), mode="probe").run(time.monotonic() + START_S).replies
-    return lines[0]["missing"] if lines else {"everything": "the jail does not start"}
+    process = _JailedProcess("", Limits(strict=False), mode="probe")
+    process.run(time.monotonic() + START_S)
+    return process.reports[0]["missing"] if process.reports else {"everything": "the jail does not start"}
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
-    return _Jailed(source, limits, mode="stdio", stdin=stdin).run(deadline)
+    """Run `source` as a program; `deadline` is a time of ``time.monotonic``."""
+    return _JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
 
 
 def run_calls(source: str, requests: Sequence[dict[str, Any]], limits: Limits, *, deadline: float = math.inf) -> Run:
-    """Each request is {call, arguments}, {expression} or {statement}; `replies[i]` has a `value` or an `error`.
-    There are fewer replies than requests when the code did not come that far."""
-    run = _Jailed(source, limits, mode="calls", requests=requests).run(deadline)
-    replies = [line for line in run.replies if isinstance(line.get("number"), int)]
-    in_order = [line for place, line in enumerate(replies) if line["number"] == place]
-    return Run(run.kind, run.output, in_order, run.why)
+    """Load `source` and execute the requests in order: {call, arguments}, {expression} or {statement}."""
+    process = _JailedProcess(source, limits, mode="calls", requests=requests)
+    run = process.run(deadline)
+    replies = [report for report in process.reports if isinstance(report.get("number"), int)]
+    in_order = [reply for number, reply in enumerate(replies) if reply["number"] == number][: len(requests)]
+    return replace(run, results=[_result(reply) for reply in in_order])
 
 
-def told(kind: Any) -> str:
-    """A kind that came out of the jail: the code could have written there too, so only known ones are repeated."""
-    return kind if kind in TOLD else "exception"
+def _result(reply: dict[str, Any]) -> CallResult:
+    if "value" in reply:
+        return CallResult(from_json(reply["value"]))
+    return CallResult(error=_known_kind(reply.get("error")))
 
 
-class _Jailed:
-    """One process, from its folder's making to its folder's end."""
+def from_json(tagged: Any) -> Any:
+    """The value that jailed.to_json encoded. Malformed input becomes an object that equals nothing."""
+    if not isinstance(tagged, dict) or len(tagged) != 1:
+        return tagged
+    ((kind, content),) = tagged.items()
+    try:
+        if kind == "int":
+            return int(content, 16)
+        if kind == "dict":
+            return {from_json(key): from_json(item) for key, item in content}
+        items = [from_json(item) for item in content]
+        return {"tuple": tuple, "list": list, "set": set}[kind](items)
+    except (TypeError, ValueError, KeyError, RecursionError):
+        return object()
 
-    def __init__(
-        self, source: str, limits: Limits, *, mode: str, stdin: str = "", requests: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        self.limits = limits
-        self.mode = mode
-        self.files = {"solution.py": source, "stdin.txt": stdin, "requests.json": json.dumps(list(requests))}
-        self.turns = 1 + len(requests)
-        self.lines: list[dict[str, Any]] = []
-        self.partial = b""
-        self.output = bytearray()
-        self.received = 0
+
+def _known_kind(kind: Any) -> str:
+    """The code could have written this report itself, so only known kinds are passed on."""
+    return kind if kind in REPORTED_KINDS else "exception"
+
+
+@dataclass
+class _JailedProcess:
+    """One process, from the creation of its folder to its removal."""
+
+    source: str
+    limits: Limits
+    mode: str
+    stdin: str = ""
+    requests: Sequence[dict[str, Any]] = ()
+    reports: list[dict[str, Any]] = field(default_factory=list)  # untrusted: the code can write to the pipe as well
+    partial_report: bytes = b""
+    report_bytes: int = 0
+    output: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        requests = json.dumps(list(self.requests))
+        self.files = {"solution.py": self.source, "stdin.txt": self.stdin, "requests.json": requests}
+        self.num_turns = 1 + len(self.requests)  # loading the code and each request are timed separately
 
     def run(self, deadline: float) -> Run:
         folder = tempfile.mkdtemp(prefix="megarl-code-")
         try:
             for name, text in self.files.items():
                 Path(folder, name).write_bytes(text.encode("utf-8", "replace"))
-            report, writes = os.pipe()
+            report, report_writer = os.pipe()
             try:
-                process = self._start(folder, writes)
+                process = self._start(folder, report_writer)
             finally:
-                os.close(writes)
+                os.close(report_writer)
             try:
-                stopped = self._watch(process, report, folder, deadline)
+                violation = self._watch(process, report, folder, deadline)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -120,18 +156,14 @@ class _Jailed:
                 os.close(report)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return self._judged(stopped, process.returncode)
+        return self._classify(violation, process.returncode)
 
     def _start(self, folder: str, report: int) -> subprocess.Popen[bytes]:
-        limits = self.limits
-        spec = {
+        spec = asdict(self.limits) | {
             "folder": folder,
             "mode": self.mode,
             "report": report,
-            "strict": limits.strict,
-            "memory_bytes": limits.memory_bytes,
-            "cpu_s": math.ceil(limits.time_s * self.turns) + 1,
-            "disk_bytes": limits.disk_bytes,
+            "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
             "readable": [path for path in (sys.base_prefix, sys.prefix, *SYSTEM) if path != "/"],
             "packages": sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib")}),
         }
@@ -149,67 +181,68 @@ class _Jailed:
             )
 
     def _watch(self, process: subprocess.Popen[bytes], report: int, folder: str, deadline: float) -> str:
-        """Reads until the process is gone; why it must be stopped, or nothing. The clock starts again at each turn."""
+        """Read until the process ends by itself. Returns the limit for which it must be killed, or an empty string.
+
+        Each turn has `time_s`; a report starts the next one.
+        """
         assert process.stdout is not None
         stdout = process.stdout.fileno()
-        reading, seen, poll = {stdout, report}, 0, select.poll()  # select() ends at 1024 open files
-        for stream in reading:
+        open_streams, poll = {stdout, report}, select.poll()  # select() fails above 1024 open files
+        for stream in open_streams:
             poll.register(stream, select.POLLIN)
-        late = min(time.monotonic() + START_S, deadline)
+        turns_seen, turn_deadline = 0, min(time.monotonic() + START_S, deadline)
         while True:
-            if not reading:
-                time.sleep(GLANCE_S / 10)
-            for stream, _ in poll.poll(GLANCE_S * 1000) if reading else ():
-                data = os.read(stream, STREAM)
+            if not open_streams:
+                time.sleep(POLL_S / 10)
+            for stream, _ in poll.poll(POLL_S * 1000) if open_streams else ():
+                data = os.read(stream, READ_BYTES)
                 if not data:
-                    reading.discard(stream)
+                    open_streams.discard(stream)
                     poll.unregister(stream)
                 elif stream == stdout:
                     self.output += data
                 else:
-                    self._take(data)
-            if not reading and process.poll() is not None:
+                    self._add_reports(data)
+            if not open_streams and process.poll() is not None:
                 return ""
-            if len(self.output) > self.limits.output_bytes or self.received > self.limits.output_bytes * self.turns:
+            if max(len(self.output), self.report_bytes / self.num_turns) > self.limits.output_bytes:
                 return "output"
-            if seen < len(self.lines) <= self.turns + 1:  # more lines are the code's own doing, to win time
-                seen = len(self.lines)
-                late = min(time.monotonic() + self.limits.time_s, deadline)
-            if time.monotonic() > late:
-                return "timeout" if self.lines and time.monotonic() < deadline else "sandbox"
-            if self._takes_too_much(folder):
+            if turns_seen < len(self.reports) <= self.num_turns + 1:  # the code itself wrote any further ones
+                turns_seen = len(self.reports)
+                turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
+            if time.monotonic() > turn_deadline:
+                return "timeout" if self.reports and time.monotonic() < deadline else "sandbox"
+            if self._exceeds_disk(folder):
                 return "disk"
 
-    def _take(self, data: bytes) -> None:
-        """Whole lines of the report pipe; the code could write there too, so nothing in them is believed."""
-        self.received += len(data)
-        *whole, self.partial = (self.partial + data).split(b"\n")
-        for line in whole:
+    def _add_reports(self, data: bytes) -> None:
+        self.report_bytes += len(data)
+        *lines, self.partial_report = (self.partial_report + data).split(b"\n")
+        for line in lines:
             with suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    self.lines.append(found)
+                report = json.loads(line)
+                if isinstance(report, dict):
+                    self.reports.append(report)
 
-    def _takes_too_much(self, folder: str) -> bool:
+    def _exceeds_disk(self, folder: str) -> bool:
         with suppress(FileNotFoundError), os.scandir(folder) as files:
             sizes = [file.stat(follow_symlinks=False).st_size for file in files]
             return len(sizes) > MAX_FILES or sum(sizes) > self.limits.disk_bytes + sum(map(len, self.files.values()))
         return False
 
-    def _judged(self, stopped: str, status: int) -> Run:
-        first = self.lines[0] if self.lines else {}
-        missing = first.get("missing")
+    def _classify(self, violation: str, status: int) -> Run:
+        missing = self.reports[0].get("missing") if self.reports else None
         if missing is None:
-            return Run("sandbox", why=f"the jail ended with status {status} before its limits were set")
+            return Run("sandbox", detail=f"the jail ended with status {status} before its limits were set")
         if missing and self.limits.strict:
-            return Run("sandbox", why=f"this machine cannot limit {missing}")
-        if stopped:
-            return Run(stopped, bytes(self.output), self.lines)
-        end = next((line["end"] for line in self.lines if isinstance(line.get("end"), str)), None)
-        if status < 0:
+            return Run("sandbox", detail=f"this machine cannot limit {missing}")
+        end = next((report["end"] for report in self.reports if isinstance(report.get("end"), str)), None)
+        if violation:
+            kind = violation
+        elif status < 0:
             kind = BY_SIGNAL.get(signal.Signals(-status), "crashed")
         elif end is None:
-            kind = "exited" if self.mode == "calls" else ""  # a program may end itself, and is judged by its output
+            kind = "exited" if self.mode == "calls" else ""  # a program may exit; its output decides
         else:
-            kind = told(end) if end else ""
-        return Run(kind, bytes(self.output), self.lines)
+            kind = _known_kind(end) if end else ""
+        return Run(kind, bytes(self.output))

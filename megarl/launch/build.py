@@ -23,8 +23,8 @@ from megarl.data.tasks import Split, load_task
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.launch.current import CurrentPhase
 from megarl.layout import Layout
-from megarl.models.registry import fp32_tensors
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import fp32_tensors, read_model
+from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry

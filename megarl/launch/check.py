@@ -6,11 +6,12 @@ check_layouts_of --runs/<name>-check/layouts.json--> ranks (run_check.py) --chec
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
+from megarl.config.validate import Job
 from megarl.launch.exit_codes import DONE, REFUSED
 from megarl.launch.preflight import preflight
 from megarl.layout import smallest_world
@@ -21,14 +22,17 @@ __all__ = ["check_layouts_of"]
 USUAL = ("1", "tp2", "pp2", "cp2", "ep2", "tp2,pp2", "tp2,ep2", "pp2,ep2")
 
 
-def check_layouts_of(config: Config, layouts: Sequence[str], env: Env) -> int:
-    """Returns the exit code. Without `layouts`, those of USUAL that fit the model and the number of ranks are compared.
+def check_layouts_of(
+    config: Config, layouts: Sequence[str], env: Env, launch: Callable[[Config, Job, str], int]
+) -> int:
+    """Compare one update under `layouts`, on ranks that `launch(config, job, command)` runs; returns the exit code.
+
+    Without layouts: those of the usual ones that fit the model and four ranks.
 
     Raises ValueError for a layout that does not fit.
     """
     from megarl.debug.layout_check import AXES, parse_layout  # brings torch
     from megarl.launch.random_model import materialize_model
-    from megarl.launch.spawn import launch
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-check"})})
 
@@ -51,7 +55,7 @@ def check_layouts_of(config: Config, layouts: Sequence[str], env: Env) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "check.json").unlink(missing_ok=True)
     (folder / "layouts.json").write_text(json.dumps(fits))
-    code = launch(materialize_model(under(fits[0], world)), env, job, command="check")
+    code = launch(materialize_model(under(fits[0], world)), job, "check")
     if code != DONE:
         return code
     rows = json.loads((folder / "check.json").read_text())

@@ -1,6 +1,6 @@
-"""`megarl convert`: what the folder is, what the model is, one conversion with a bar, one line at the end.
+"""`megarl convert`: what the folder is, what the model is, one conversion with a progress bar, one line at the end.
 
-    config.json -> ModelShape -> table (one rank) -> ConversionMap -> checkpoint.convert
+    config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> checkpoint.convert
 
 No GPU, no ranks, and no weights in memory but those on their way. A Megatron folder made here holds the model's
 config and tokenizer too, so it can be given to training as `model.path`, or converted back.
@@ -10,91 +10,72 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megarl.checkpoint.conversion_map import ConversionMap
-from megarl.checkpoint.convert import convert
+from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors, Target
+from megarl.checkpoint.convert import Conversion
+from megarl.checkpoint.hf_conversion import HfSource, HfTarget
 from megarl.checkpoint.hf_folder import HfFolder
-from megarl.checkpoint.sides import HfSource, HfTarget, MegatronSource, MegatronTarget, Source, Target
-from megarl.checkpoint.slots import Slot, slots_of
-from megarl.checkpoint.torch_dist import Reader, is_checkpoint
+from megarl.checkpoint.torch_dist import MegatronFolder, MegatronSource, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
+from megarl.trainer.megatron_config import transformer_config
+from megarl.trainer.model import build_model
+from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
 
-__all__ = ["FILE_BYTES", "run_convert"]
+__all__ = ["run_convert"]
 
-FILE_BYTES = 4 << 30
-LEAST, MOST = 2 << 20, 16 << 20  # bytes of a parameter that are in memory at once: a small model's memory is small too
 Format = Literal["megatron", "hf"]
 
 
 def run_convert(
     source: Path, target: Path, to: Format, sizes: Parallel, *, config: Path | None, file_bytes: int, interactive: bool
 ) -> str:
-    """Convert; what to tell the user.
+    """Convert `source` to `target`. Returns what to tell the user.
 
-    Raises ValueError when the input is wrong, CheckFailed when the disk fails or the round trip differs.
+    Raises ValueError when the input is wrong, CheckFailed when the disk fails or what was written reads back different.
     """
     began = time.perf_counter()
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
-    opened, places, objects = _open(source, shape)
-    dtypes = {name: opened.dtype(name) for name in places.shapes}
-    total = sum(prod(size) * dtypes[name].itemsize for name, size in places.shapes.items())
-    group_bytes = max(LEAST, min(MOST, total // 1024))
+    conversion_map, opened = _open(source, shape)
     made: Target
     if to == "hf":
-        made = HfTarget(places, dtypes, file_bytes=file_bytes, group_bytes=group_bytes)
+        made = HfTarget(conversion_map, opened, file_bytes=file_bytes)
     else:
-        made = MegatronTarget(
-            places,
-            objects,
-            dtypes,
-            cuts=sizes.tensor,
-            file_of=_Files(shape, sizes),
-            file_bytes=file_bytes,
-            group_bytes=group_bytes,
-        )
-    files = [
-        file for file in source.iterdir() if file.suffix in (".safetensors", ".distcp") or file.name == ".metadata"
-    ]
-    identity = {
-        "source": sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files),
-        "folder": str(source.resolve()), "to": to, "sizes": str(sizes), "file_bytes": file_bytes,
-    }  # fmt: skip
+        file_of = _file_of(shape, sizes)
+        options = {"file_of": file_of, "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
+        made = MegatronTarget(conversion_map, opened, **options)
+    weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
+    stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
+    identity = repr((source.resolve(), stats, to, sizes, file_bytes))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
-        done = convert(
-            target,
-            source=opened,
-            source_folder=source,
-            target=made,
-            origin=origin,
-            identity=_as_json(identity),
-            progress=progress,
-        )
+        done = Conversion(conversion_map, opened, source, made, origin, identity, progress).run(target)
     seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it by an interrupted run" if done.resumed else ""
-    left = "; without layers of multi-token prediction, which config.json counts and the source has not"
-    left = left if shape.mtp_layers and places.shapes.keys() == hf_shapes(shape).keys() else ""
+    absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
+    without = "; without layers of multi-token prediction, which config.json counts and the source lacks"
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
-        f"{target}: {size}{resumed}, in {seconds:.1f} s; "
-        f"verified: every tensor read back has the source's checksum (checksums.megarl lists them){left}"
+        f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back has the source's checksum "
+        f"(checksums.megarl lists them){without if absent else ''}"
     )
 
 
 def _origin(source: Path, config: Path | None) -> Path:
-    """The folder with config.json and tokenizer: given, the source itself, or the model a training run began with."""
+    """The folder with config.json and tokenizer: `config`, the source, or the model that a training run began with."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a directory; name a Hugging Face model or a Megatron checkpoint")
     if config is not None or (source / "config.json").is_file():
@@ -110,7 +91,7 @@ def _origin(source: Path, config: Path | None) -> Path:
 def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
     if to == "hf":
         if sizes != Parallel():
-            raise ValueError(f"--to hf writes whole tensors: {sizes} has no meaning there; leave the sizes away")
+            raise ValueError(f"--to hf writes whole tensors: {sizes} has no meaning there; leave the sizes out")
         return
     if shape.kv_heads % sizes.tensor:
         raise ValueError(
@@ -122,61 +103,75 @@ def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
         raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
 
 
-def _open(source: Path, shape: ModelShape) -> tuple[Source, ConversionMap, list[str]]:
-    """The source, where it and its target hold what, and the names of Megatron's other state."""
+def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
     if is_checkpoint(source):
-        reader = Reader(source)
-        places, objects = _places(shape, reader.tensors, mtp=any(key.startswith("mtp.") for key in reader.tensors))
-        reader.check(slot for slots in places.slots.values() for slot in slots)
-        return MegatronSource(places, reader), places, objects
-    folder = HfFolder.open(source)
+        checkpoint = MegatronFolder(source)
+        has_mtp = any(key.startswith("mtp.") for key in checkpoint.tensors)
+        conversion_map = _conversion_map(shape, checkpoint.tensors, mtp=has_mtp)
+        checkpoint.check(conversion_map.stored)
+        return conversion_map, MegatronSource(conversion_map, checkpoint)
+    folder = HfFolder(source)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
-    places, objects = _places(shape, folder.names, mtp=not predicted.isdisjoint(folder.names))
-    folder.check(places.shapes, skipped={"lm_head.weight"} if shape.tied else ())  # a head that is the embedding
-    return HfSource(places, folder), places, objects
+    conversion_map = _conversion_map(shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors))
+    folder.check(conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ())  # it is the embedding
+    return conversion_map, HfSource(conversion_map, folder)
 
 
-def _places(shape: ModelShape, names: Collection[str], *, mtp: bool) -> tuple[ConversionMap, list[str]]:
-    """Where one rank alone would hold everything, and the names of Megatron's other state.
+def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
+    """`mtp`: with the layers of multi-token prediction, which the source has.
 
-    `mtp`: with the layers of multi-token prediction, which the source has. Of `names` there, those that repeat the
-    embedding and the head for such a layer have no place in Megatron's module, and keep one under their own name.
+    Of `names` there, those that repeat the embedding and the head for such a layer have no place in Megatron's module,
+    and are stored under their own names.
     """
-    sizes = hf_shapes(shape, mtp=mtp)
-    rows = padded_vocab(shape.vocab, 1)
+    sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
     boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
     repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
-    boxes = [box for box in boxes if box.name not in repeated]
-    slots, objects = slots_of(shape, sizes, boxes, padded_vocab=rows)
-    for name in sorted(repeated.intersection(names)):
-        size, start = sizes[name], (0,) * len(sizes[name])
-        boxes.append(ShardSlice(name, start, size, name, 0, (size[1], 1)))
-        slots.append(Slot(name, 0, name, size, start, size, 0, may_be_padded=False))
-    held = {name: size for name, size in sizes.items() if name not in repeated or name in names}
-    return ConversionMap.of(held, boxes, slots), objects
+    stored = _stored_tensors(shape, mtp=mtp)
+    extra = {name: ShardSlice(name, (0, 0), sizes[name], name, 0, (sizes[name][1], 1))
+             for name in sorted(repeated.intersection(names))}  # fmt: skip
+    return ConversionMap.build(
+        {name: size for name, size in sizes.items() if name not in repeated or name in extra},
+        [*(box for box in boxes if box.name not in repeated), *extra.values()],
+        replace(
+            stored,
+            slices={**stored.slices, **{name: [box] for name, box in extra.items()}},
+            shapes={**stored.shapes, **{name: sizes[name] for name in extra}},
+        ),
+    )
 
 
-class _Files:
-    """Parameter -> its file's label: each pipeline stage's own, and in a stage each expert rank's."""
+def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
+    """From Megatron's own module, built without memory by a world of one rank."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        alone = Layout.of(Parallel(), 1, 0)
+        init_parallel(Parallel(), alone)
+        settings = transformer_config(shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+        settings.mtp_num_layers = shape.mtp_layers if mtp else None
+        with torch.device("meta"):
+            (model,) = build_model(shape, alone, settings, use_te=False)
+        return stored_tensors(model)
+    finally:
+        destroy_parallel()
+        dist.destroy_process_group()
 
-    def __init__(self, shape: ModelShape, sizes: Parallel) -> None:
-        self._experts = shape.experts // sizes.expert
-        self._stage: dict[int, int] = {}
-        for stage in range(sizes.pipeline):
-            layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
-            self._stage |= {layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers}
-        self._last = sizes.pipeline - 1
 
-    def __call__(self, param: str) -> str:
+def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, int | None]]:
+    """Parameter -> (pipeline stage, expert rank), each of which has files of its own."""
+    stage_of: dict[int, int] = {}
+    for stage in range(sizes.pipeline):
+        layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
+        stage_of |= {layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers}
+
+    def file_of(param: str) -> tuple[int, int | None]:
         layer = re.match(r"decoder\.layers\.(\d+)\.", param)
         expert = re.search(r"local_experts\.(\d+)\.", param)
-        ends = 0 if param.startswith("embedding.") else self._last
-        stage = ends if layer is None else self._stage[int(layer[1])]
-        return f"__{stage}" + ("" if expert is None else f"_expert{int(expert[1]) // self._experts}")
+        edge = 0 if param.startswith("embedding.") else sizes.pipeline - 1
+        stage = edge if layer is None else stage_of[int(layer[1])]
+        return stage, int(expert[1]) * sizes.expert // shape.experts if expert else None
 
-
-def _as_json(identity: dict[str, Any]) -> dict[str, Any]:
-    return identity | {"source": [list(entry) for entry in identity["source"]]}
+    return file_of
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""How a job ended, as files both the ranks and their launcher understand. No torch.
+"""How a job ended, in files that both the ranks and their launcher read. No torch.
 
     rank fails -> logs/failure_<rank>.json -+
                                             +-> first_failure -> one message on the terminal, exit.json
     rank killed -> exit status -------------+
 
-Exit codes: 0 done, 2 the config or input is wrong, 3 a check refused to go on, 1 a defect of ours, 130 stopped.
+Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,47 +13,41 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.platform.atomic import write_atomic
+
 __all__ = [
-    "DEFECT",
-    "DONE",
-    "REFUSED",
-    "STOPPED",
-    "USER",
-    "Failure",
-    "classify",
-    "first_failure",
-    "record_failure",
-    "write_exit",
-]
+    "DEFECT", "DONE", "REFUSED", "STOPPED", "USER", "Failure", "classify", "first_failure", "prepare_run_dir",
+    "record_failure", "write_exit",
+]  # fmt: skip
 
 DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+SAME_MOMENT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    rank: int
+    rank: int  # -1: none of them
     code: int
     message: str  # one line
-    during: str  # the phase it happened in
-    at: float  # seconds since the epoch: the first failure is the cause, later ones are its echo
-    tail: str = ""  # last lines of the traceback, for defects
+    phase: str  # in which it happened
+    time_s: float  # since the epoch; the earliest failure is the cause
+    traceback: str = ""  # its last lines, for bugs
 
 
 def classify(error: BaseException) -> int:
-    """The exit code of an exception that left the loop.
+    """The exit code for an exception that ends a rank.
 
-    A ValueError or missing file is the user's to mend when megarl itself raised it, as its text then has the
-    values and the remedy; the same class raised inside a library is a defect.
+    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then has the
+    values and the remedy. Raised inside a library, the same class is a bug.
     """
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
-    if type(error).__name__ == "CheckFailed":  # megarl.types.CheckFailed, not imported: it would bring torch
+    if type(error).__name__ == "CheckFailed":  # megarl.types.CheckFailed, by name because its module imports torch
         return REFUSED
     if isinstance(error, ValueError | FileNotFoundError):
         frames = traceback.extract_tb(error.__traceback__)
@@ -62,48 +56,40 @@ def classify(error: BaseException) -> int:
     return DEFECT
 
 
-def record_failure(run_dir: Path, rank: int, error: BaseException, *, during: str) -> Failure:
-    """Write what ended `rank` for the launcher to show."""
+def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str) -> Failure:
+    """Write `error` to logs/failure_<rank>.json, where the launcher looks for it."""
     code = classify(error)
     text = " ".join(str(error).split()) or type(error).__name__
     message = text if code in (USER, REFUSED) else f"{type(error).__name__}: {text}"
-    tail = "".join(traceback.format_exception(error)[-4:]) if code == DEFECT else ""
-    failure = Failure(rank, code, message, during, time.time(), tail)
-    _write_atomic(run_dir / "logs" / f"failure_{rank}.json", asdict(failure))
+    last_lines = "".join(traceback.format_exception(error)[-4:]) if code == DEFECT else ""
+    failure = Failure(rank, code, message, phase, time.time(), last_lines)
+    file = run_dir / "logs" / f"failure_{rank}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(asdict(failure)))
     return failure
 
 
 def first_failure(run_dir: Path) -> Failure | None:
-    """The earliest recorded failure; a refused check outranks an error it caused elsewhere in the same moment."""
-    found = []
-    for file in (run_dir / "logs").glob("failure_*.json"):
-        found.append(Failure(**json.loads(file.read_text())))
-    return min(found, key=lambda f: (f.code == DEFECT, f.at) if _together(found) else (False, f.at), default=None)
+    """The earliest recorded failure; if all happened at once, a check that refused precedes the bugs it may cause."""
+    files = (run_dir / "logs").glob("failure_*.json")
+    failures = sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time_s)
+    if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
+        failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
+    return next(iter(failures), None)
 
 
-def _together(failures: list[Failure]) -> bool:
-    times = [failure.at for failure in failures]
-    return max(times) - min(times) < 2.0
-
-
-def clear_failures(run_dir: Path) -> None:
-    """Forget how an earlier run of this name ended."""
+def prepare_run_dir(run_dir: Path, config: str) -> None:
+    """Write the resolved config, and remove what an earlier run of this name recorded about its end."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    for file in (run_dir / "logs").glob("failure_*.json"):
+    for file in (*(run_dir / "logs").glob("failure_*.json"), run_dir / "exit.json"):
         file.unlink(missing_ok=True)
-    (run_dir / "exit.json").unlink(missing_ok=True)
+    (run_dir / "config.yaml").write_text(config, encoding="utf-8")
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """runs/<name>/exit.json: the true exit code, also where torchrun turns every failure into 1."""
+    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed."""
     values: dict[str, Any] = {"code": code, **facts}
     if failure is not None:
-        values |= {"rank": failure.rank, "error": failure.message, "during": failure.during}
-    _write_atomic(run_dir / "exit.json", values)
-
-
-def _write_atomic(file: Path, values: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    staging = file.with_name(f".{file.name}.{os.getpid()}")
-    staging.write_text(json.dumps(values), encoding="utf-8")
-    os.replace(staging, file)
+        values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / "exit.json", json.dumps(values))

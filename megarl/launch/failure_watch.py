@@ -1,8 +1,8 @@
-"""One rank's failure, told to all: a rank that waits in a collective for a dead peer would wait for its time-out.
+"""Broadcasts a rank's failure, so that peers blocked in a collective exit at once instead of waiting for the time-out.
 
-    rank fails --ring--> key in the job's store --every second, a thread in each rank--> message, exit with that code
+    failing rank --broadcast--> key in the job's store --a polling thread in each rank--> exit with the same code
 
-For jobs of several nodes under torchrun: on one node the launcher sees its children end and ends the others.
+For jobs of several nodes under torchrun. On a single node the launcher waits for its children and ends the others.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from megarl.platform.env import Env
 
-__all__ = ["Alarm"]
+__all__ = ["FailureWatch"]
 
 KEY = "megarl/failed"
 POLL_S = 1.0
+CONNECT_S = 60
 
 
-class Alarm:
-    """A connection of its own to the store that torchrun made: the collectives' one blocks while it waits."""
+class FailureWatch:
+    """A second connection to torchrun's store: the one of the process group blocks during collectives.
 
-    def __init__(self, env: Env) -> None:
-        self._rank = env.rank
-        self._store = TCPStore(
-            env.master_addr, env.master_port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+    Once constructed, it ends this process with a peer's exit code when that peer broadcasts a failure, after calling
+    `on_failure(message, code)`.
+    """
 
-    def watch(self, heard: Callable[[str, int], object]) -> None:
-        """From now on end this process with a peer's code when that peer rings; `heard` gets (what it said, code)."""
-        threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
+    def __init__(self, env: Env, on_failure: Callable[[str, int], object]) -> None:
+        self._rank, self._on_failure = env.rank, on_failure
+        timeout = timedelta(seconds=CONNECT_S)
+        address = env.master_addr, env.master_port
+        self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        threading.Thread(target=self._poll, daemon=True).start()
 
-    def ring(self, message: str, code: int) -> None:
-        """The first rank to ring is the cause; later ones are its echo and change nothing."""
+    def broadcast(self, message: str, code: int) -> None:
+        """Only the first broadcast of a job counts: later failures are its consequences."""
         if self._store.add(f"{KEY}/count", 1) == 1:
             self._store.set(KEY, f"{code} {self._rank} {message}")
 
-    def _watch(self, heard: Callable[[str, int], object]) -> None:
+    def _poll(self) -> None:
         while True:
             time.sleep(POLL_S)
             try:
-                rung = self._store.check([KEY])
-                said = self._store.get(KEY).decode() if rung else ""
-            except RuntimeError:  # the store is gone, and the job with it
+                if not self._store.check([KEY]):
+                    continue
+                code, rank, message = self._store.get(KEY).decode().split(" ", 2)
+            except RuntimeError:  # the store has gone, and with it the job
                 return
-            if not rung:
-                continue
-            code, rank, message = said.split(" ", 2)
             if int(rank) != self._rank:
-                heard(f"rank {rank} failed: {message}", int(code))
+                self._on_failure(f"rank {rank} failed: {message}", int(code))
                 os._exit(int(code))

@@ -28,8 +28,9 @@ from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_r
 from megarl.launch.current import CurrentPhase
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
-from megarl.models.engine import engine_layout, engine_slices
+from megarl.models.engine import engine_slices
 from megarl.models.registry import fp32_tensors, hf_shapes
+from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
@@ -42,7 +43,7 @@ from megarl.stages.rl import RlRun, train
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt
-from megarl.weights.publish import Probe, Publisher
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 __all__ = ["make_engine", "run_eval", "run_rl", "train_policy"]
 
@@ -165,7 +166,25 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
 
 def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
     """From this trainer into the engine, with a probe of both."""
-    config, shape, bound, tensor = rank.config, rank.shape, parity_bound(rank.config), rank.config.rollout.tensor
+    config, shape, env, bound = rank.config, rank.shape, rank.env, parity_bound(rank.config)
+    weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
+    launch = config.launch.model_copy(update={"processes": env.world_size})
+    fleet = fleet_of(config.model_copy(update={"launch": launch}), ranks_per_node=env.local_world_size)
+    if shape.bridge:
+        table, plan = (
+            None,
+            plan_slices(
+                weights,
+                trainer.slices_by_rank(),
+                rank.transport.gather(list(engine.receiver.slices)),
+                ranks_per_replica=fleet.ranks_per_replica,
+                round_bytes=config.sync.round_bytes,
+                ranks_per_node=fleet.ranks_per_node,
+            ),
+        )
+    else:
+        table = engine_slices(shape, fleet.engine_layout(env.rank))
+        plan = plan_of(config, shape, fleet, style="te" if rank.device.is_cuda else "local")
     probe = Probe(
         probe_tokens(shape.vocab, length=min(16, engine.max_model_len - 1)),
         trainer=partial(score_rows, trainer),
@@ -175,16 +194,14 @@ def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
         always=config.checks.probe == "always",
     )
     return Publisher.connect(
-        sources=trainer.slices_by_rank(),
-        expected=trainer.hf_shapes(),
-        parameters=trainer.parameters_by_name,
-        receiver=engine.receiver,
-        ranks_per_replica=tensor,
-        transport=rank.transport,
-        dtype=DTYPES[config.train.dtype],
+        plan,
+        WeightSender(trainer.local_slices(), trainer.parameters_by_name),
+        engine.receiver,
+        rank.transport,
+        weights,
+        ranks_per_replica=fleet.ranks_per_replica,
+        table=table,
         probe=probe,
-        fp32=fp32_tensors(shape),
-        table=None if shape.bridge else engine_slices(shape, engine_layout(tensor=tensor, rank=rank.env.rank % tensor)),
-        ranks_per_node=rank.env.local_world_size,
-        is_staged=config.sync.atomic,
+        is_atomic=config.sync.atomic,
+        ranks_per_node=fleet.ranks_per_node,
     )

@@ -1,10 +1,10 @@
-"""A config becomes W processes on this machine, watched to their end. No torch in this process.
+"""Starts the ranks of a job on this machine and waits for them. Imports no torch.
 
-    launch --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, failure records
-       <---- the first failure, said once; peers ended; shared memory unlinked; runs/<name>/exit.json ----
+    spawn_ranks --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, failure records
+          <---- the first failure, reported once; other ranks ended; shared memory unlinked; exit.json ----
 
-Inside torchrun (a cluster) the ranks exist already and this process is one of them. Ranks are plain child
-processes rather than torch's elastic agent: real exit codes, no torch to import, Ctrl-C answered at once.
+Ranks are plain child processes rather than torch's elastic agent: their own exit codes, no torch to import, and an
+immediate response to Ctrl-C. Under torchrun nothing is spawned: every process is a rank (worker.run_external).
 """
 
 from __future__ import annotations
@@ -21,40 +21,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
-from megarl.launch import exit_codes, worker
+from megarl.launch import exit_codes
 from megarl.launch.exit_codes import Failure
-from megarl.platform.env import Env, child_env, get_env
+from megarl.platform.env import child_env, get_env
 from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
 
-__all__ = ["launch"]
+__all__ = ["spawn_ranks"]
 
-GRACE_S = 3.0  # for peers of a failed rank to fail by themselves, so that their records say why
-KILL_AFTER_S = 4.0  # from a polite end to a kill
-ANSWER_S = 1.0  # for a rank left behind to write where it is
+GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
+KILL_AFTER_S = 4.0  # between SIGTERM and SIGKILL
+STACK_TRACE_S = 1.0  # for a rank to write its stack trace
 POLL_S = 0.05
 
 
-def launch(config: Config, env: Env, job: Job, *, command: str = "train") -> int:
-    """Run `config` on `job.world` ranks; the exit code of the job."""
+def spawn_ranks(config: Config, job: Job, command: str) -> int:
+    """Run `command` on `job.world` local ranks; returns the exit code of the job."""
     folder = run_dir(config)
-    if env.has_launcher:
-        if env.rank == 0:
-            _prepare(folder, config)
-        return worker.run_rank(config, env, command)
-    with _only_run(folder):
-        _prepare(folder, config)
+    with _lock(folder):
+        exit_codes.prepare_run_dir(folder, resolved_yaml(config))
         started = time.time()
         unlink_dead()
         job_id = secrets.token_hex(4)
         ranks = _Ranks(folder)
         try:
-            with _stop_signals() as stopped:
+            with _stop_signals() as is_stopped:
                 ranks.start(job.world, job_id=job_id, command=command)
-                failure = ranks.wait(stopped)
+                failure = ranks.wait(is_stopped)
         finally:
             ranks.end()
             unlink_shm(shm_prefix(job_id, os.getpid()))
@@ -65,14 +62,9 @@ def launch(config: Config, env: Env, job: Job, *, command: str = "train") -> int
         return code
 
 
-def _prepare(folder: Path, config: Config) -> None:
-    exit_codes.clear_failures(folder)
-    (folder / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
-
-
 @contextmanager
-def _only_run(folder: Path) -> Iterator[None]:
-    """Two runs of one name would write over each other; the kernel frees the lock however a run ends."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock the run directory against a second run of the same name; the kernel releases it however the run ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as lock:
         try:
@@ -80,7 +72,7 @@ def _only_run(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             pid = lock.read().strip() or "?"
-            raise ValueError(f"{folder} belongs to a run that is going on (pid {pid}); give run.name another") from None
+            raise ValueError(f"{folder} is in use by another run (pid {pid}); choose another run.name") from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -89,12 +81,12 @@ def _only_run(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether Ctrl-C (or a polite kill) arrived since."""
-    arrived: list[int] = []
+    """Yields a function that returns whether SIGINT, SIGTERM or SIGHUP has arrived."""
+    signals: list[int] = []
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {name: signal.signal(name, lambda number, _frame: arrived.append(number)) for name in names}
+    old = {name: signal.signal(name, lambda number, _frame: signals.append(number)) for name in names}
     try:
-        yield lambda: bool(arrived)
+        yield lambda: bool(signals)
     finally:
         for name, handler in old.items():
             signal.signal(name, handler)
@@ -102,11 +94,11 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 @dataclass
 class _Ranks:
-    """The children, from start to end."""
+    """The child processes of a job."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was ended
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
+    left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was terminated
 
     def start(self, world: int, *, job_id: str, command: str) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -121,87 +113,72 @@ class _Ranks:
                 MASTER_PORT=port,
                 OMP_NUM_THREADS=get_env("OMP_NUM_THREADS") or max(1, cores // world),
                 MEGARL_JOB_ID=job_id,
-                MEGARL_RUN_DIR=str(self.folder.resolve()),
                 MEGARL_LAUNCHED=os.getpid(),
             )
             args = [sys.executable, "-m", "megarl.launch.worker", str(self.folder / "config.yaml"), command]
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
-                # a session of its own: the terminal's Ctrl-C reaches the launcher alone, and a kill the whole family
-                self.processes.append(
-                    subprocess.Popen(
-                        args,
-                        env=environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=None if rank == 0 else log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+                out = None if rank == 0 else log
+                # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
+                options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": log}
+                self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
 
-    def wait(self, stopped: Callable[[], bool]) -> Failure | None:
-        """Until all ranks are done (None), or one failed, or the user stopped the job."""
-        while not stopped():
+    def wait(self, is_stopped: Callable[[], bool]) -> Failure | None:
+        """Wait until all ranks are done, one fails, or the user stops the job; returns None if all are done."""
+        while not is_stopped():
             codes = [process.poll() for process in self.processes]
             if all(code == 0 for code in codes):
                 return None
             if any(codes):
-                return self._cause(stopped)
+                return self._cause(is_stopped)
             time.sleep(POLL_S)
         return Failure(-1, exit_codes.STOPPED, "stopped", "", time.time())
 
-    def _cause(self, stopped: Callable[[], bool]) -> Failure:
-        """Give peers a moment to fail too, then find who was first."""
-        first = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
+    def _cause(self, is_stopped: Callable[[], bool]) -> Failure:
+        """Give the other ranks time to fail too, then return the first failure."""
+        statuses = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and not stopped() and any(p.poll() is None for p in self.processes):
+        while time.monotonic() < deadline and not is_stopped() and any(p.poll() is None for p in self.processes):
             time.sleep(POLL_S)
         self.left_running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
-        self._ask_where()
-        rank, status = next(iter(first.items()))
-        if status < 0:  # killed from outside: the peers' records are only echoes of it
+        self._request_stack_traces()
+        rank, status = next(iter(statuses.items()))
+        if status < 0:  # killed: failures that peers recorded are consequences
             name = signal.Signals(-status).name
             hint = "; out of memory? use fewer or smaller ranks" if name == "SIGKILL" else ""
-            return Failure(rank, exit_codes.DEFECT, f"rank {rank} was ended by {name}{hint}", "", time.time())
-        if found := exit_codes.first_failure(self.folder):
-            return found
-        text = f"rank {rank} ended with status {status} and left no word"
-        return Failure(
-            rank,
-            status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT,
-            text,
-            "",
-            time.time(),
-        )
+            return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}", "", time.time())
+        if failure := exit_codes.first_failure(self.folder):
+            return failure
+        code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
+        message = f"rank {rank} exited with status {status} without recording a failure"
+        return Failure(rank, code, message, "", time.time())
 
-    def _ask_where(self) -> None:
-        """Have ranks that still run write where they are to their logs (faulthandler), before they are ended."""
+    def _request_stack_traces(self) -> None:
+        """Have running ranks write their stack to their logs (faulthandler) before they are terminated."""
         logs = [self.folder / "logs" / f"rank_{rank}.log" for rank in self.left_running]
         sizes = [log.stat().st_size for log in logs]
         for rank in self.left_running:
             self.processes[rank].send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + STACK_TRACE_S
         while time.monotonic() < deadline and any(
             log.stat().st_size == size for log, size in zip(logs, sizes, strict=True)
         ):
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """No child of ours, or child of theirs, outlives this."""
+        """Terminate all ranks and the processes they started."""
         for process in self.processes:
-            _signal_family(process, signal.SIGTERM)
+            _signal_session(process, signal.SIGTERM)
         deadline = time.monotonic() + KILL_AFTER_S
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            _signal_family(process, signal.SIGKILL)
+            _signal_session(process, signal.SIGKILL)
             process.wait()
 
 
-def _signal_family(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+def _signal_session(process: subprocess.Popen[Any], number: int) -> None:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _free_port() -> int:
@@ -211,21 +188,18 @@ def _free_port() -> int:
 
 
 def _message(failure: Failure, folder: Path, left_running: list[int]) -> str:
-    """What the user sees of a failed job, once."""
+    """The message on the terminal when a job fails."""
     if failure.code == exit_codes.STOPPED:
-        return f"megarl: stopped; what was done is in {folder}"
+        return f"megarl: stopped; results so far are in {folder}"
     if failure.code == exit_codes.USER:
         return f"megarl: {failure.message}"
     if failure.code == exit_codes.REFUSED:
-        return f"megarl: refused to go on ({failure.during}): {failure.message}"
+        return f"megarl: refused to continue ({failure.phase}): {failure.message}"
     log = folder / "logs" / f"rank_{failure.rank}.log"
-    during = f" in {failure.during}" if failure.during else ""
-    lines = [
-        f"megarl: rank {failure.rank} failed{during}: {failure.message}",
-        failure.tail.rstrip(),
-        f"whole log: {log}",
-    ]
+    phase = f" in {failure.phase}" if failure.phase else ""
+    message = f"megarl: rank {failure.rank} failed{phase}: {failure.message}"
+    lines = [message, failure.traceback.rstrip(), f"full log: {log}"]
     if left_running:
         ranks = ", ".join(map(str, left_running))
-        lines.append(f"rank {ranks} had not failed; the end of its log shows what it was waiting for")
+        lines.append(f"still running: rank {ranks}; the end of its log shows where it was waiting")
     return "\n".join(line for line in lines if line)

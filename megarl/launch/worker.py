@@ -1,8 +1,8 @@
-"""One rank: die with the launcher, keep noise in a log, run the stage, leave word of how it ended.
+"""One rank: redirects output to its log, runs the command, and records how it ended.
 
-    python -m megarl.launch.worker runs/<name>/config.yaml      (started by megarl.launch.spawn)
+    python -m megarl.launch.worker runs/<name>/config.yaml COMMAND      (started by megarl.launch.spawn)
 
-Rank 0's Python output goes to the terminal; everything else (C++ chatter, other ranks) goes to
+Rank 0's Python output goes to the terminal; all other output (libraries in C++, other ranks) goes to
 runs/<name>/logs/rank_<r>.log.
 """
 
@@ -20,13 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from megarl.config.load import load_config, run_dir
+from megarl.config.load import load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
 from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import Failure
 from megarl.platform.env import Env, set_env
 
-__all__ = ["main", "run_rank"]
+__all__ = ["main", "run_external", "run_rank"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,40 +39,47 @@ def main(config_path: str, command: str = "train") -> int:
     return run_rank(load_config(config_path), env, command)
 
 
-def run_rank(config: Config, env: Env, command: str = "train") -> int:
-    """Run this rank to its end; its exit code. Never raises."""
+def run_external(config: Config, env: Env, command: str) -> int:
+    """Run a rank that an external launcher (torchrun, Slurm) started; returns its exit code."""
+    if env.is_main:
+        exit_codes.prepare_run_dir(run_dir(config), resolved_yaml(config))
+    return run_rank(config, env, command)
+
+
+def run_rank(config: Config, env: Env, command: str) -> int:
+    """Run `command` (train, eval or check) on this rank; returns its exit code. Never raises."""
     folder = run_dir(config)
-    terminal = _divert_output(folder / "logs" / f"rank_{env.rank}.log")
+    terminal = _redirect_output(folder / "logs" / f"rank_{env.rank}.log")
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher asks a rank left behind where it is
-    # before torch and vLLM are imported: one engine core in this process, and its logging beside our own
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher requests a stack trace
+    # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
-    ring: Callable[[str, int], None] = _nobody
-    phase = CurrentPhase()
+    watch, phase = None, CurrentPhase()
     try:
-        from megarl.launch.failure_watch import Alarm
+        from megarl.launch.failure_watch import FailureWatch
 
         if env.has_launcher and not env.launched and env.num_nodes > 1:
-            alarm = Alarm(env)
-            alarm.watch(lambda said, code: _note_exit(folder, env, exit_codes.Failure(-1, code, said, "", time.time())))
-            ring = alarm.ring
+            watch = FailureWatch(
+                env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message, "", time.time()))
+            )
         _command(config, command)(config, env, phase)
     except KeyboardInterrupt:
-        _note_exit(folder, env, exit_codes.Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
+        _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
         return exit_codes.STOPPED
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (the border: every failure becomes a record and a code)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
         traceback.print_exc()
-        failure = exit_codes.record_failure(folder, env.rank, error, during=phase.name)
+        failure = exit_codes.record_failure(folder, env.rank, error, phase=phase.name)
         if _note_exit(folder, env, failure):
-            print(f"megarl: rank {env.rank} in {failure.during}: {failure.message}", file=terminal)
-        ring(failure.message, failure.code)
+            print(f"megarl: rank {env.rank} failed in {failure.phase}: {failure.message}", file=terminal)
+        if watch is not None:
+            watch.broadcast(failure.message, failure.code)
         return failure.code
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    if env.rank == 0 and not env.launched:
+    if env.is_main and not env.launched:
         exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
     return exit_codes.DONE
 
@@ -91,12 +99,8 @@ def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhas
     return run_eval if command == "eval" else run_rl
 
 
-def _nobody(message: str, code: int) -> None:
-    """On one node the launcher tells the others."""
-
-
-def _note_exit(folder: Path, env: Env, failure: exit_codes.Failure) -> bool:
-    """Write exit.json where no launcher of ours will, unless a rank was faster; whether this one wrote it."""
+def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
+    """Write exit.json, unless megarl's launcher or a faster rank does; returns whether it was written."""
     if env.launched or (folder / "exit.json").exists():
         return False
     exit_codes.write_exit(folder, failure.code, failure, world=env.world_size)
@@ -104,16 +108,16 @@ def _note_exit(folder: Path, env: Env, failure: exit_codes.Failure) -> bool:
 
 
 def _die_with_parent(launcher_pid: int) -> None:
-    """A launcher killed with -9 cannot end its ranks, so the kernel does (Linux)."""
+    """Ask Linux to kill this process when its launcher dies, which a launcher killed with SIGKILL cannot do."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it died before the call above
+    if os.getppid() != launcher_pid:  # it died before the call
         os._exit(exit_codes.STOPPED)
 
 
-def _divert_output(log: Path) -> TextIO:
-    """Send file descriptors 1 and 2 to `log`; what they were, as a stream."""
+def _redirect_output(log: Path) -> TextIO:
+    """Redirect file descriptors 1 and 2 to `log`; returns the former standard output."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -127,7 +131,7 @@ def _divert_output(log: Path) -> TextIO:
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
-    # C++ destructors of a process group whose peer is gone can hang or abort: the work is done, so leave at once
+    # destructors of a process group whose peer has gone can hang or abort: leave without running them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

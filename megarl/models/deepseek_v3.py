@@ -1,23 +1,189 @@
-"""DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a router corrected by an fp32 bias."""
+"""DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router with an fp32 bias."""
 
 from __future__ import annotations
 
-from megarl.models import blocks
-from megarl.models.shape import ModelShape
-from megarl.models.shards import Style, Table
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-__all__ = ["table"]
+from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder, read_latent
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape, Router
+from megarl.models.shards import HF, MC, Replicated, Rule, ShardDim0, ShardDim1, Stack, Style, Table
+
+__all__ = ["FAMILY", "KIMI_K2", "moe_table", "random_experts", "read_experts"]
+
+
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=False, rope_interleave=True)
+    rope = config.rope(kinds=("default", "yarn"), mscale=True)
+    if not rope["rope_scaling"].get("truncate", True):
+        raise config.unsupported("truncate", False, True)
+    return read_decoder(config, latent=read_latent(config), rope=rope, **read_experts(config))
+
+
+def read_experts(config: ConfigReader) -> dict[str, Any]:
+    """Values whose defaults differ between transformers and vLLM must be given."""
+    config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    width = config.size("moe_intermediate_size")
+    router = Router(
+        score_function="sigmoid",
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        expert_bias=True,
+        groups=config.size("n_group"),
+        groups_per_token=config.size("topk_group"),
+        scale=config.number("routed_scaling_factor"),
+    )
+    return {
+        "experts": config.size("n_routed_experts"),
+        "experts_per_token": config.size("num_experts_per_tok"),
+        "moe_intermediate": width,
+        "shared_intermediate": width * config.count("n_shared_experts", None),
+        "dense_layers": config.count("first_k_dense_replace", None),
+        "router": router,
+        "mtp_layers": config.count("num_nextn_predict_layers", config.count("num_mtp_layers")),
+    }
 
 
 def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    attention = blocks.latent_attention(shape, style)
-    return Table(
-        embedding=blocks.embedding(shape, padded_vocab),
+    return moe_table(shape, style, padded_vocab, latent_attention(shape, style))
+
+
+def moe_table(shape: ModelShape, style: Style, padded_vocab: int, attention: tuple[Rule, ...]) -> Table:
+    return blocks.decoder_table(
+        shape,
+        padded_vocab,
         dense=(*attention, *blocks.dense_mlp(shape, style)),
         layer=(*attention, *blocks.expert_mlp(shape)),
         expert=blocks.experts(shape, style),
-        head=blocks.head(shape, padded_vocab),
-        tied=blocks.tied_head(shape, padded_vocab),
-        mtp=blocks.prediction(shape, padded_vocab),
-        fp32=frozenset({blocks.HF + "mlp.gate.e_score_correction_bias"}),
+        mtp=prediction(shape, padded_vocab),
+        fp32=frozenset({HF + "mlp.gate.e_score_correction_bias"}),
     )
+
+
+def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
+    """The narrow projections are replicated, in megarl's local layer as under Transformer Engine."""
+    latent, is_te = shape.latent, style == "te"
+    assert latent is not None
+    hf, mc, hidden, queries = HF + "self_attn.", MC + "self_attention.", shape.hidden, shape.heads * shape.head_dim
+    rules: list[Rule] = [Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))]
+    if rank := latent.q_lora_rank:
+        norm = "linear_q_up_proj.layer_norm_weight" if is_te else "q_layernorm.weight"
+        rules += [
+            Replicated(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (rank, hidden)),
+            Replicated(hf + "q_a_layernorm.weight", mc + norm, (rank,)),
+            ShardDim0(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, rank)),
+        ]
+    else:
+        rules.append(ShardDim0(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, hidden)))
+    norm, rank = "linear_kv_up_proj.layer_norm_weight" if is_te else "kv_layernorm.weight", latent.kv_lora_rank
+    down = (rank + latent.qk_rope_head_dim, hidden)
+    up = (shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank)
+    return (
+        *rules,
+        Replicated(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down),
+        Replicated(hf + "kv_a_layernorm.weight", mc + norm, (rank,)),
+        ShardDim0(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up),
+        ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim)),
+    )
+
+
+def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
+    """Multi-token prediction, beside its transformer layer. Its embedding and head are the model's own."""
+    mtp, norm, vocab = "mtp.layers.{layer}.", (shape.hidden,), (shape.vocab, shape.hidden)
+    return (
+        Replicated(HF + "enorm.weight", mtp + "enorm.weight", norm),
+        Replicated(HF + "hnorm.weight", mtp + "hnorm.weight", norm),
+        ShardDim0(HF + "eh_proj.weight", mtp + "eh_proj.weight", (shape.hidden, 2 * shape.hidden)),
+        Replicated(HF + "shared_head.norm.weight", mtp + "final_layernorm.weight", norm),
+        ShardDim0(HF + "embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab),
+        ShardDim0(HF + "shared_head.head.weight", "output_layer.weight", vocab, padded_vocab),
+    )
+
+
+def engine(shape: ModelShape, table: Table) -> Table:
+    """vLLM fuses the two down projections, and replicates them."""
+    latent = shape.latent
+    assert latent is not None
+    names = (HF + "self_attn.q_a_proj.weight", HF + "self_attn.kv_a_proj_with_mqa.weight")
+    rows = (latent.q_lora_rank, latent.kv_lora_rank + latent.qk_rope_head_dim)
+    fused = Stack(names, HF + "self_attn.fused_qkv_a_proj.weight", rows, (shape.hidden,), max_shards=(1, 1))
+
+    def fuse(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return (*(rule for rule in rules if rule.shapes().keys().isdisjoint(names)), fused)
+
+    return replace(table, dense=fuse(table.dense), layer=fuse(table.layer)) if latent.q_lora_rank else table
+
+
+def megatron(shape: ModelShape) -> dict[str, Any]:
+    """Fields of MLATransformerConfig."""
+    latent, scaling = shape.latent, shape.rope_scaling
+    assert latent is not None
+    settings: dict[str, Any] = {
+        "q_lora_rank": latent.q_lora_rank or None,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "qk_layernorm": True,
+        "softmax_scale": None,  # Megatron's own, which includes yarn's factor
+        "rotary_base": shape.rope_theta,
+        "rope_type": "rope",
+    }
+    if not scaling:
+        return settings
+    # without both of them, Hugging Face scales cosine and sine as mscale 1 does
+    scales = (scaling["mscale"], scaling["mscale_all_dim"])
+    mscale, mscale_all_dim = scales if all(scales) else (1.0, 0.0)
+    return settings | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
+        "beta_fast": scaling["beta_fast"],
+        "beta_slow": scaling["beta_slow"],
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    return random_experts(values, experts, width) | {
+        "num_key_value_heads": values["num_attention_heads"],
+        "q_lora_rank": values["hidden_size"] // 2,
+        "kv_lora_rank": 512,  # with the next, the one size that vLLM's latent attention supports on a CPU
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": values["head_dim"],
+        "v_head_dim": values["head_dim"],
+        "head_dim": 64,
+        "rope_interleave": True,
+    }
+
+
+def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": width,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",  # vLLM loads the router's bias with this method only
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    read=read,
+    table=table,
+    megatron=megatron,
+    engine=engine,
+    is_moe=True,
+    random_config=random_config,
+)
+KIMI_K2 = replace(FAMILY, architecture="")  # the same model; transformers does not know its model_type

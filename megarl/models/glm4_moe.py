@@ -1,20 +1,39 @@
-"""GLM-4.5: grouped-query attention with biases, else as DeepSeek-V3."""
+"""GLM-4.5: grouped-query attention that rotates half of each head, and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Any
 
 from megarl.models import blocks, deepseek_v3
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 
-__all__ = ["table"]
+__all__ = ["FAMILY"]
+
+
+def read(config: ConfigReader) -> ModelShape:
+    return read_decoder(
+        config,
+        rope=config.rope(fraction=0.5),
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm=config.flag("use_qk_norm"),
+        **deepseek_v3.read_experts(config),
+    )
 
 
 def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    attention = blocks.attention(shape, style)
-    return replace(
-        deepseek_v3.table(shape, style, padded_vocab),
-        dense=(*attention, *blocks.dense_mlp(shape, style)),
-        layer=(*attention, *blocks.expert_mlp(shape)),
-    )
+    return deepseek_v3.moe_table(shape, style, padded_vocab, blocks.attention(shape, style))
+
+
+def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    return deepseek_v3.random_experts(values, experts, width) | {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }
+
+
+FAMILY = Family(architecture="Glm4MoeForCausalLM", read=read, table=table, is_moe=True, random_config=random_config)

@@ -1,35 +1,108 @@
-"""gpt-oss in bf16: sinks, biases; a layer's experts are one tensor, input dim first, gate and up alternating."""
+"""gpt-oss in bf16: attention sinks, sliding windows, biases everywhere, a clamped SwiGLU.
+
+A layer's experts are one tensor of the checkpoint, input dim first, with gate and up alternating along the last dim.
+"""
 
 from __future__ import annotations
 
-from megarl.models import blocks
-from megarl.models.shape import ModelShape
-from megarl.models.shards import InterleavedGateUp, Replicated, Rule, Style, Table, Transposed
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-__all__ = ["NAMES", "table"]
+from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape, Router
+from megarl.models.shards import HF, InterleavedGateUp, Replicated, Rule, Style, Table, Transposed
+
+__all__ = ["FAMILY"]
 
 NAMES = blocks.ExpertNames(router="router")
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return Table(
-        embedding=blocks.embedding(shape, padded_vocab),
-        layer=(*blocks.attention(shape, style), *blocks.expert_mlp(shape, NAMES)),
-        expert=_experts(shape, style),
-        head=blocks.head(shape, padded_vocab),
-        tied=blocks.tied_head(shape, padded_vocab),
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=True)
+    config.only(rms_norm_eps=1e-5, swiglu_limit=7.0, swiglu_alpha=1.702)  # constants in vLLM
+    return read_decoder(
+        config,
+        head_dim=64,
+        layer_types=("sliding_attention", "full_attention"),
+        rope=config.rope(theta=150000.0, kinds=("yarn",)),
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        sliding_window=config.size("sliding_window", 128),
+        swiglu_limit=config.number("swiglu_limit", 7.0),
+        experts=config.size("num_local_experts", alias="num_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        moe_intermediate=config.size("intermediate_size"),
+        router=Router(linear_bias=True),
     )
 
 
-def _experts(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    hf, hidden, inner = blocks.HF + "mlp.experts.", shape.hidden, shape.moe_intermediate
+def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
+    hf, hidden, width = HF + "mlp.experts.", shape.hidden, shape.moe_intermediate
 
     def param(linear: str, kind: str) -> str:
         return blocks.expert_param(style, linear, kind)
 
-    return (
-        InterleavedGateUp(hf + "gate_up_proj", param("linear_fc1", "weight"), hidden, inner),
-        InterleavedGateUp(hf + "gate_up_proj_bias", param("linear_fc1", "bias"), 0, inner),
-        Transposed(hf + "down_proj", param("linear_fc2", "weight"), inner, hidden),
+    experts = (
+        InterleavedGateUp(hf + "gate_up_proj", param("linear_fc1", "weight"), (hidden, 2 * width)),
+        InterleavedGateUp(hf + "gate_up_proj_bias", param("linear_fc1", "bias"), (2 * width,)),
+        Transposed(hf + "down_proj", param("linear_fc2", "weight"), (width, hidden)),
         Replicated(hf + "down_proj_bias", param("linear_fc2", "bias"), (hidden,)),
     )
+    layer = (*blocks.attention(shape, style), *blocks.expert_mlp(shape, NAMES))
+    return blocks.decoder_table(shape, padded_vocab, layer=layer, expert=experts)
+
+
+def engine(shape: ModelShape, table: Table) -> Table:
+    """vLLM names some parameters differently, keeps gate and up alternating, and adds the last bias on one rank."""
+
+    def expert(rule: Rule) -> Rule:
+        if isinstance(rule, InterleavedGateUp):
+            return replace(rule, alternating=True)
+        return replace(rule, is_first_only=True) if isinstance(rule, Replicated) else rule
+
+    return replace(
+        table,
+        embedding=tuple(replace(rule, param="model.embedding.weight") for rule in table.embedding),
+        layer=tuple(replace(rule, param=rule.param.replace(".self_attn.", ".attn.")) for rule in table.layer),
+        expert=tuple(map(expert, table.expert)),
+    )
+
+
+def megatron(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "activation_func": "quick_gelu",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": shape.swiglu_limit,
+        "softmax_type": "learnable",
+        "window_size": (shape.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+    }
+
+
+def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"original_max_position_embeddings": -(-values["max_position_embeddings"] // 4), "truncate": False}
+    return {
+        "attention_bias": True,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": experts,
+        "intermediate_size": width,
+        "rope_parameters": rope,
+    }
+
+
+FAMILY = Family(
+    architecture="GptOssForCausalLM",
+    read=read,
+    table=table,
+    megatron=megatron,
+    engine=engine,
+    is_moe=True,
+    random_config=random_config,
+)

@@ -1,21 +1,40 @@
-"""Mixtral: llama's attention, every layer a softmax-routed layer of experts under names of its own."""
+"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under names of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 
-__all__ = ["NAMES", "table"]
+__all__ = ["FAMILY"]
 
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return Table(
-        embedding=blocks.embedding(shape, padded_vocab),
-        layer=(*blocks.attention(shape, style), *blocks.expert_mlp(shape, NAMES)),
-        expert=blocks.experts(shape, style, NAMES),
-        head=blocks.head(shape, padded_vocab),
-        tied=blocks.tied_head(shape, padded_vocab),
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=False)
+    if window := config.raw.get("sliding_window"):
+        raise config.unsupported("sliding_window", window, None)
+    return read_decoder(
+        config,
+        rope=config.rope(theta=1e6),
+        experts=config.size("num_local_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        moe_intermediate=config.size("intermediate_size"),
     )
+
+
+def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
+    return blocks.moe_table(shape, style, padded_vocab, NAMES)
+
+
+def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    return {"num_local_experts": experts, "intermediate_size": width, "sliding_window": None}
+
+
+FAMILY = Family(architecture="MixtralForCausalLM", read=read, table=table, is_moe=True, random_config=random_config)

@@ -1,19 +1,41 @@
-"""Qwen3-MoE: Qwen3's attention, every layer a softmax-routed layer of experts."""
+"""Qwen3-MoE: Qwen3's attention, and experts with a softmax router in every layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.models import blocks
-from megarl.models.shape import ModelShape
-from megarl.models.shards import Style, Table
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape, Router
 
-__all__ = ["table"]
+__all__ = ["FAMILY"]
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return Table(
-        embedding=blocks.embedding(shape, padded_vocab),
-        layer=(*blocks.attention(shape, style), *blocks.expert_mlp(shape)),
-        expert=blocks.experts(shape, style),
-        head=blocks.head(shape, padded_vocab),
-        tied=blocks.tied_head(shape, padded_vocab),
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[])
+    return read_decoder(
+        config,
+        head_dim=128,
+        qk_norm=True,
+        experts=config.size("num_experts", alias="num_local_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        moe_intermediate=config.size("moe_intermediate_size"),
+        router=Router(norm_topk_prob=config.flag("norm_topk_prob")),
     )
+
+
+def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": width,
+        "num_experts": experts,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+FAMILY = Family(
+    architecture="Qwen3MoeForCausalLM", read=read, table=blocks.moe_table, is_moe=True, random_config=random_config
+)

@@ -25,15 +25,15 @@ class Device:
 
 
 def pick_device(local_rank: int = 0) -> Device:
-    """The GPU of this local rank, made current; the CPU with gloo where torch sees no GPU.
+    """Select the GPU of this local rank, or the CPU with gloo if torch finds no GPU.
 
-    Raises ValueError when there are more local ranks than GPUs.
+    Raises ValueError if there are more local ranks than GPUs.
     """
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU, this node has {torch.cuda.device_count()}; "
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
             "start at most one process per GPU"
         )
     device = torch.device("cuda", local_rank)
@@ -42,7 +42,7 @@ def pick_device(local_rank: int = 0) -> Device:
 
 
 def free_host_bytes() -> int | None:
-    """What processes of this machine can still take without swapping; None where the system does not say."""
+    """Memory that processes can allocate without swapping; None if the system does not report it."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -51,17 +51,19 @@ def free_host_bytes() -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """From here on `peak_gb` counts anew."""
+    """Reset the peak that `peak_gb` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # not Linux, or not allowed: then the peak is that of the whole process
+    with suppress(OSError):  # not Linux, or not permitted: peak_gb returns the peak since the start of the process
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_gb(device: torch.device) -> float:
-    """Most memory held at once, in units of 1e9 bytes: torch's on a GPU, all resident memory of this process on a CPU;
-    NaN where the system does not say."""
+    """Peak memory in units of 1e9 bytes: allocated by torch on a GPU, resident of this process on a CPU.
+
+    NaN if the system does not report it.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     with suppress(OSError):

@@ -1,10 +1,9 @@
-"""The process environment, read once into a frozen `Env`; the only module that touches `os.environ`. No torch.
+"""The process environment, read once into a frozen `Env`; the only module that uses `os.environ`. No torch.
 
-    launcher --set_env/child_env--> os.environ --Env.read--> Env --> everybody who needs a rank or a run directory
+    launcher --set_env, child_env--> os.environ --Env.read--> Env
 
-Torch's own names (RANK, WORLD_SIZE, ...) are torchrun's contract and kept verbatim; megarl adds three of
-its own: MEGARL_JOB_ID (prefix of everything a job shares on a host), MEGARL_RUN_DIR, MEGARL_LAUNCHED
-(process id of the `megarl.launch` that watches these ranks).
+Torch's variables (RANK, WORLD_SIZE, ...) are those that torchrun sets. megarl adds two: MEGARL_JOB_ID, which prefixes
+whatever a job shares on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ __all__ = ["Env", "child_env", "count_gpus", "get_env", "is_installed", "is_inte
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """What a process knows of its job. Outside of torchrun: one rank, alone."""
+    """A process's rank and job. Without a launcher: a single rank."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
-    master_port: int = 0  # 0: none was given
-    has_launcher: bool = False  # the five values above came from a launcher
-    launched: bool = False  # ... and that launcher is megarl's own
-    launcher_pid: int = 0  # whose death ends the job, the same on every rank of a host
-    job_id: str = ""  # the same on every rank of a job on a host, different between jobs
-    run_dir: Path | None = None
+    master_port: int = 0  # 0: not set
+    has_launcher: bool = False  # a launcher set the values above
+    launched: bool = False  # the launcher is megarl's own
+    launcher_pid: int = 0  # the same on every rank of a host; its death ends the job
+    job_id: str = ""  # the same on every rank of a host, unique to the job
 
     @property
     def is_main(self) -> bool:
@@ -46,13 +44,12 @@ class Env:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
-        """Raises ValueError when a launcher's variable is missing or is not a number."""
+        """Raises ValueError when a launcher's variable is not a number."""
         source = os.environ if environ is None else environ
-        run_dir = source.get("MEGARL_RUN_DIR")
         job_id = source.get("MEGARL_JOB_ID", "")
         if "RANK" not in source or "WORLD_SIZE" not in source:
             pid = os.getpid()
-            return cls(job_id=job_id or f"p{pid}", launcher_pid=pid, run_dir=Path(run_dir) if run_dir else None)
+            return cls(job_id=job_id or f"p{pid}", launcher_pid=pid)
 
         def number(name: str, default: int) -> int:
             text = source.get(name, str(default))
@@ -62,7 +59,7 @@ class Env:
                 raise ValueError(f"environment variable {name}={text!r} is not a number; start with torchrun") from None
 
         world_size, port = number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
-        # torchrun's restarts and its run id keep two jobs on one host apart; the port does it where neither is set
+        # torchrun's run id distinguishes jobs on one host, or else the port
         job_id = job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
         return cls(
             rank=number("RANK", 0),
@@ -75,17 +72,16 @@ class Env:
             launched="MEGARL_LAUNCHED" in source,
             launcher_pid=number("MEGARL_LAUNCHED", os.getppid()),
             job_id=job_id,
-            run_dir=Path(run_dir) if run_dir else None,
         )
 
 
 def get_env(name: str, default: str | None = None) -> str | None:
-    """One variable of another library's, by its own name; prefer `Env` for everything megarl knows."""
+    """A variable of another library; for rank and job use `Env`."""
     return os.environ.get(name, default)
 
 
 def set_env(**variables: str | int | None) -> None:
-    """Set variables other libraries read, before they are imported; None removes one."""
+    """Set variables that other libraries read when imported; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -94,17 +90,17 @@ def set_env(**variables: str | int | None) -> None:
 
 
 def child_env(**variables: str | int) -> dict[str, str]:
-    """This process's environment with `variables` on top, for a child."""
+    """The environment of a child process: this one's, updated by `variables`."""
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
 def is_interactive() -> bool:
-    """True in a terminal that can redraw a line; CI logs and pipes get plain lines."""
+    """True in a terminal that can redraw a line, False in pipes and CI logs."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and "CI" not in os.environ
 
 
 def count_gpus() -> int:
-    """GPUs this process may use, counted without torch; 0 when the installed torch is a CPU build."""
+    """Number of GPUs visible to this process, without importing torch; 0 for a CPU build of torch."""
     try:
         if version("torch").endswith("+cpu"):
             return 0
@@ -117,12 +113,12 @@ def count_gpus() -> int:
 
 
 def is_installed(package: str) -> bool:
-    """Without importing anything, the packages it lies in neither."""
+    """Whether `package` (dotted) can be imported, without importing it or its parents."""
     name, path = "", None
     for part in package.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, path)
         if spec is None:
-            return any(distributions(name=package.replace(".", "-")))  # one that is installed to be edited
+            return any(distributions(name=package.replace(".", "-")))  # an editable install
         path = spec.submodule_search_locations
     return True

@@ -1,12 +1,10 @@
-"""Megatron-Core on a CPU: a host's view of torch, seen by `megatron.core` (and `megatron.bridge`) and by nobody else.
+"""Runs Megatron-Core on a CPU: `megatron.core` and `megatron.bridge`, and no other package, see a patched torch.
 
-Megatron-Core touches `torch.cuda` in some 500 lines. Patching `torch.cuda` for the process would make
-vLLM, which lives in the same process, believe in a GPU. So `install()` adds one finder to
-`sys.meta_path`; every module of megatron.core loaded through it gets its own `__builtins__`, whose
-`__import__` answers `torch`, `torch.cuda` and `torch.distributed` with views: the real modules under
-the overrides of PATCHES. Methods (`x.cuda()`, `x.type()`) have no import to intercept; the few source
-files that call them are rewritten as they are compiled. Without CUDA this is all it takes; with CUDA
-`install()` does nothing.
+Megatron-Core uses `torch.cuda` in some 500 lines. Patching `torch.cuda` for the whole process would make vLLM, which
+runs in the same process, detect a GPU. Instead `install()` adds a finder to `sys.meta_path`. Modules of megatron.core
+loaded through it get their own `__builtins__`, whose `__import__` returns views of `torch`, `torch.cuda` and
+`torch.distributed`: the real modules with the overrides of PATCHES. Method calls (`x.cuda()`, `x.type()`) are rewritten
+when the few files that contain them are compiled. With CUDA `install()` does nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +31,12 @@ _SEEN_BY = (f"{_PACKAGE}.", "megatron.bridge.")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One difference. `where` is a dotted name in torch, `.method()` of any object, or a name in megatron.core.
-
-    `becomes` replaces it; for a method it is called with the object first.
-    """
+    """An override of a dotted name in torch, of a `.method()` of any object, or of a name in megatron.core."""
 
     where: str
-    becomes: Any
-    upstream: str  # what Megatron-Core does there
-    versions: str  # of megatron-core, where this was seen to be needed
+    replacement: Any  # of a method: a function of the object and the arguments
+    upstream: str  # what Megatron-Core uses it for
+    versions: str  # of megatron-core that need it
 
 
 _CPU = torch.device("cpu")
@@ -57,7 +52,7 @@ def _zero(*_args: Any, **_kwargs: Any) -> int:
 
 
 class _Stream:
-    """Stands for a CUDA stream or event: the host runs everything in order, so there is one and waiting is done."""
+    """A CUDA stream or event. A CPU executes in order, so there is a single stream and nothing to wait for."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -83,13 +78,13 @@ class _Stream:
         return 0.0
 
 
-# The "GPU's" random state: Megatron seeds, saves and swaps it, and checks that the CPU's own stays as it was.
-# Nothing draws from it (layers have no dropout, parameters are loaded), so host tensors need no second stream.
+# Stands for the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
+# Nothing draws from it: layers have no dropout, parameters are loaded.
 _GENERATOR = torch.Generator()
 
 
 class _Generators:
-    """`torch.cuda.default_generators[i]`: one, whatever the index."""
+    """`torch.cuda.default_generators`, with a single generator."""
 
     def __getitem__(self, _index: Any) -> torch.Generator:
         return _GENERATOR
@@ -108,12 +103,12 @@ def _lazy_call(function: Callable[[], Any], **_kwargs: Any) -> None:
 
 
 def _no_compile(function: Any = None, **_kwargs: Any) -> Any:
-    """torch.compile as a decorator that leaves the function alone, with or without arguments."""
+    """torch.compile as a decorator that returns the function unchanged, with or without arguments."""
     return (lambda inner: inner) if function is None else function
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory with device="cuda" read as the CPU and pin_memory dropped."""
+    """The factory with device="cuda" replaced by the CPU, and pin_memory ignored."""
 
     @functools.wraps(factory)
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -148,7 +143,7 @@ def _is_even(tensors: Sequence[torch.Tensor]) -> bool:
 def _all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Uneven first sizes travel padded to the largest."""
+    """Parts of different lengths are padded to the longest."""
     if _is_even(tensor_list):
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
@@ -169,7 +164,7 @@ def _reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Uneven first sizes: reduce everything, keep one's own part."""
+    """Parts of different lengths are reduced together; each rank keeps its part."""
     if _is_even(input_list):
         return dist.reduce_scatter(output, [part.contiguous() for part in input_list], op, group, async_op)
     assert not async_op, "an uneven reduce_scatter is emulated and cannot be asynchronous"
@@ -180,7 +175,7 @@ def _reduce_scatter(
 
 
 def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`tensor.type()` as a GPU would answer it; with arguments, a conversion as ever."""
+    """`tensor.type()` with the name of the CUDA type; with arguments, the usual conversion."""
     if args or kwargs:
         return tensor.type(*args, **kwargs)
     return str(tensor.type()).replace("torch.", "torch.cuda.", 1)
@@ -196,7 +191,7 @@ _FACTORIES = (
 )  # fmt: skip
 
 PATCHES: tuple[Patch, ...] = (
-    # Where things are
+    # Devices
     Patch("torch.cuda.current_device", lambda: _CPU, "names the device of every buffer", _ALL),
     Patch("torch.cuda.device_count", lambda: 1, "bounds the local rank", _ALL),
     Patch("torch.cuda.set_device", _nothing, "selects the GPU", _ALL),
@@ -225,25 +220,25 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.memory_allocated", _zero, "counts GPU memory", _ALL),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),
     Patch("torch.cuda.nvtx.range_pop", _nothing, "as above", _ALL),
-    # Compilers: small CPU functions cost more to compile than to run, and inductor would need a C++ compiler
+    # Compilation: takes longer than small CPU functions run, and inductor needs a C++ compiler
     Patch("torch.compile", _no_compile, "compiles its fused pointwise functions", _ALL),
     # gloo
     Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays", _ALL),
     Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them", _ALL),
     Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above", _ALL),
-    # Names that only Transformer Engine would define
+    # Names that need Transformer Engine
     Patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, "is undefined without it", "0.16.1"),
     Patch(
         "megatron.core.transformer.multi_latent_attention.HAVE_TE",
         False,
-        "is true without it, and then asks for instances of classes that are None",
+        "is true without it, and then uses classes that are None",
         "0.16.1",
     ),
 )
 
 
 class _View(ModuleType):
-    """A real module under overrides; a nested view stands where a submodule has overrides of its own."""
+    """A module with overrides; submodules that have overrides are views too."""
 
     def __init__(self, real: ModuleType, overrides: dict[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -258,14 +253,14 @@ class _View(ModuleType):
 
 
 def _views(patches: Sequence[Patch]) -> dict[str, _View]:
-    """{"torch": view, "torch.cuda": view ...}, nested: the first contains the second."""
+    """{"torch": view, "torch.cuda": view, ...}; the first contains the second."""
     overrides: dict[str, dict[str, Any]] = {"torch": {}}
     for patch in patches:
         if patch.where.startswith("torch."):
             module, _, name = patch.where.rpartition(".")
-            overrides.setdefault(module, {})[name] = patch.becomes
+            overrides.setdefault(module, {})[name] = patch.replacement
     views: dict[str, _View] = {}
-    for module in sorted(overrides, key=lambda name: -name.count(".")):  # the deepest first, to be nested in the next
+    for module in sorted(overrides, key=lambda name: -name.count(".")):  # innermost first
         for inner, view in views.items():
             if inner.rpartition(".")[0] == module:
                 overrides[module][inner.rpartition(".")[2]] = view
@@ -274,7 +269,7 @@ def _views(patches: Sequence[Patch]) -> dict[str, _View]:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """`x.cuda(...)` becomes `__host_cuda__(x, ...)`; `torch.cuda(...)` and names that are modules do not occur."""
+    """Rewrites `x.cuda(...)` to `__host_cuda__(x, ...)`."""
 
     def __init__(self, methods: dict[str, str]) -> None:
         self._methods = methods
@@ -288,7 +283,7 @@ class _Rewrite(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module of megatron.core with the host's builtins in its globals."""
+    """Loads a module of megatron.core with the finder's builtins in its globals."""
 
     def __init__(self, fullname: str, path: str, host: _Host) -> None:
         super().__init__(fullname, path)
@@ -297,7 +292,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         source = self.get_data(self.path)
         if not any(f".{method}(".encode() in source for method in self._host.methods):
-            return super().get_code(fullname)  # the usual, cached code
+            return super().get_code(fullname)  # cached bytecode
         tree = _Rewrite(self._host.methods).visit(ast.parse(source, self.path))
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
@@ -308,7 +303,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Host:
-    """The finder on `sys.meta_path`, with what its loaders need."""
+    """The finder on `sys.meta_path`."""
 
     def __init__(self, patches: Sequence[Patch]) -> None:
         self.views = _views(patches)
@@ -319,13 +314,13 @@ class _Host:
             if patch.where.startswith("."):
                 method = patch.where.strip(".()")
                 self.methods[method] = f"__host_{method}__"
-                self.builtins[f"__host_{method}__"] = patch.becomes
+                self.builtins[f"__host_{method}__"] = patch.replacement
             elif patch.where.startswith(_PACKAGE):
                 module, _, name = patch.where.rpartition(".")
-                self.names.setdefault(module, {})[name] = patch.becomes
+                self.names.setdefault(module, {})[name] = patch.replacement
 
     def _import(self, *args: Any, **kwargs: Any) -> Any:
-        """`import torch.x` gives torch, `from torch.x import y` gives torch.x: either may have a view."""
+        """`import torch.x` returns torch, `from torch.x import y` returns torch.x; return the view of either."""
         module = builtins.__import__(*args, **kwargs)
         return self.views.get(getattr(module, "__name__", ""), module)
 
@@ -343,10 +338,10 @@ def is_installed() -> bool:
 
 
 def install(*, has_cuda: bool | None = None) -> bool:
-    """Make megatron.core run on the CPU; True when the host's view is in force.
+    """Make megatron.core run on a CPU; returns whether the patches are active.
 
-    Does nothing with CUDA (`has_cuda` None: ask torch), or when called again.
-    Raises RuntimeError when megatron.core was imported before: its modules already hold the real torch.
+    Does nothing with CUDA (`has_cuda` None: torch.cuda.is_available) or when called again. Raises RuntimeError if
+    megatron.core has been imported before.
     """
     if torch.cuda.is_available() if has_cuda is None else has_cuda:
         return False

@@ -1,12 +1,12 @@
-"""The tests of a programming problem, as the field writes them, and what makes an answer right.
+"""Reads the tests of a programming problem in the formats of common datasets, and judges the results.
 
     {"inputs": [...], "outputs": [...], "fn_name"?}     APPS, TACO; with a function's name: arguments and results
-    [{"input": ..., "output": ..., "testtype"?}, ...]   LiveCodeBench; "functional": one JSON value a line
+    [{"input": ..., "output": ..., "testtype"?}, ...]   LiveCodeBench; "functional": one JSON value per line
     ["assert f(1) == 2", ...]  or one text of them      MBPP, HumanEval's check(candidate), functions named test_...
 
-What is expected stays on this side; the code under test gets inputs only. Of an assertion, the parts that the code
-must compute are asked of it as plain data, and the assertion itself is decided here, so no __eq__ of the code's has a
-say. What is no simple assertion (a loop, a try) runs beside the code and passes when it raises nothing.
+Expected results stay in this process; the code under test gets inputs only. For an assertion, the code evaluates the
+parts only it can compute, as plain data, and the assertion itself is evaluated here, out of reach of any __eq__ the
+code defines. Statements that are not simple assertions (a loop, a try) run beside the code and pass unless they raise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any
 
 __all__ = ["CallTest", "ProgramTest", "read_tests", "same", "same_output"]
 
-TOLERANCE = 1e-6  # relative or absolute, between numbers of which one is written with a fraction
-TRUSTED: dict[str, Callable[..., Any]] = {
-    "abs": abs, "all": all, "any": any, "dict": dict, "float": float, "frozenset": frozenset, "isclose": math.isclose,
-    "len": len, "list": list, "max": max, "min": min, "round": round, "set": set, "sorted": sorted, "sum": sum,
-    "tuple": tuple,
-}  # fmt: skip
+TOLERANCE = 1e-6  # relative or absolute, for numbers of which at least one is written with a fraction
+TRUSTED: dict[str, Callable[..., Any]] = {"isclose": math.isclose} | {
+    function.__name__: function
+    for function in (abs, all, any, dict, float, frozenset, len, list, max, min, round, set, sorted, sum, tuple)
+}
 SIMPLE = (
     ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.expr_context,
     ast.boolop, ast.unaryop, ast.cmpop, ast.Add, ast.Sub, ast.Div,
@@ -38,22 +37,22 @@ class ProgramTest:
     stdin: str
     stdout: str
 
-    def right(self, output: bytes) -> bool:
+    def is_passed(self, output: bytes) -> bool:
         return same_output(output.decode("utf-8", "replace"), self.stdout)
 
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """`right` decides from what was asked for, in order."""
+    """Requests for jail.sandbox.run_calls; `is_passed` judges their results."""
 
     requests: tuple[dict[str, Any], ...]
-    right: Callable[[Sequence[Any]], bool]
+    is_passed: Callable[[Sequence[Any]], bool]
 
 
 def read_tests(raw: Any, name: str | None = None) -> list[ProgramTest | CallTest]:
-    """`name` is the function they call, where the tests do not say.
+    """Parse `raw`; `name` is the function to call, unless the tests name it.
 
-    Raises ValueError for what is no test.
+    Raises ValueError if `raw` is not in a known format.
     """
     if isinstance(raw, str):
         try:
@@ -65,44 +64,44 @@ def read_tests(raw: Any, name: str | None = None) -> list[ProgramTest | CallTest
         inputs, outputs = raw["inputs"], raw["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("inputs and outputs are not lists of one length")
-        tests = [_pair(given, expected, name) for given, expected in zip(inputs, outputs, strict=True)]
+        tests = [_pair(argument, result, name) for argument, result in zip(inputs, outputs, strict=True)]
     elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes):
-        tests = [test for item in raw for test in _one(item, name)]
+        tests = [test for item in raw for test in _parse_item(item, name)]
     else:
         raise ValueError(f"{type(raw).__name__} {str(raw)[:60]!r}")
     if not tests:
-        raise ValueError("there is none")
+        raise ValueError("there are no tests")
     return tests
 
 
-def _one(item: Any, name: str | None) -> list[ProgramTest | CallTest]:
+def _parse_item(item: Any, name: str | None) -> list[ProgramTest | CallTest]:
     if isinstance(item, str):
         return _assertions(item, name)
     if isinstance(item, Mapping) and "input" in item and "output" in item:
-        called = item.get("fn_name") or (name if item.get("testtype") == "functional" else None)
-        if item.get("testtype") == "functional" and not called:
+        function = item.get("fn_name") or (name if item.get("testtype") == "functional" else None)
+        if item.get("testtype") == "functional" and not function:
             raise ValueError("a functional test without fn_name")
-        return [_pair(item["input"], item["output"], called)]
+        return [_pair(item["input"], item["output"], function)]
     raise ValueError(f"{type(item).__name__} {str(item)[:60]!r}")
 
 
 # --- inputs and outputs -------------------------------------------------------------------------------------------
 
 
-def _pair(given: Any, expected: Any, name: str | None) -> ProgramTest | CallTest:
+def _pair(inputs: Any, expected: Any, name: str | None) -> ProgramTest | CallTest:
     if name is None:
-        return ProgramTest(_text(given), _text(expected))
-    if isinstance(given, str):
-        given = [_json(line) for line in given.splitlines() if line.strip()]
+        return ProgramTest(_text(inputs), _text(expected))
+    if isinstance(inputs, str):
+        inputs = [_json(line) for line in inputs.splitlines() if line.strip()]
         expected = _json(expected) if isinstance(expected, str) else expected
-    arguments = given if isinstance(given, list) else [given]
-    wrapped = isinstance(expected, list) and len(expected) == 1  # APPS writes a result in a list of its own
+    arguments = inputs if isinstance(inputs, list) else [inputs]
+    is_wrapped = isinstance(expected, list) and len(expected) == 1  # APPS wraps a result in a list
 
-    def right(values: Sequence[Any]) -> bool:
-        found = _listed(values[0])
-        return same(found, expected) or (wrapped and same(found, expected[0]))
+    def is_passed(values: Sequence[Any]) -> bool:
+        result = _tuples_as_lists(values[0])
+        return same(result, expected) or (is_wrapped and same(result, expected[0]))
 
-    return CallTest(({"call": name, "arguments": arguments},), right)
+    return CallTest(({"call": name, "arguments": arguments},), is_passed)
 
 
 def _text(value: Any) -> str:
@@ -116,56 +115,50 @@ def _json(text: str) -> Any:
         return text
 
 
-def _listed(value: Any) -> Any:
-    """Expected results were written as JSON, which has no tuples."""
+def _tuples_as_lists(value: Any) -> Any:
+    """Expected results are JSON, which has no tuples and only text as keys."""
     if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
+        return [_tuples_as_lists(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _listed(item) for key, item in value.items()}
+        return {str(key): _tuples_as_lists(item) for key, item in value.items()}
     return value
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Equal, where numbers with a fraction may differ by TOLERANCE."""
-    if isinstance(found, float) or isinstance(expected, float):
-        if isinstance(found, int | float) and isinstance(expected, int | float):
-            return found == expected or _close(found, expected)
-        return False
-    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        alike = type(found) is type(expected) and len(found) == len(expected)
-        return alike and all(same(*pair) for pair in zip(found, expected, strict=True))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
-    return found == expected
+def same(actual: Any, expected: Any) -> bool:
+    """Equality up to TOLERANCE for numbers with a fraction."""
+    if isinstance(actual, float) or isinstance(expected, float):
+        return isinstance(actual, int | float) and isinstance(expected, int | float) and _close(actual, expected)
+    if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
+        alike = type(actual) is type(expected) and len(actual) == len(expected)
+        return alike and all(map(same, actual, expected))
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(same(actual[key], expected[key]) for key in actual)
+    return actual == expected
 
 
-def same_output(found: str, expected: str) -> bool:
-    """The same lines, but for space at their ends; else the same words, numbers compared as numbers."""
-    lines, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
-    if lines == wanted:
-        return True
-    if len(lines) != len(wanted):
-        return False
-    words, others = ([line.split() for line in text] for text in (lines, wanted))
-    return all(
-        len(row) == len(other) and all(map(_same_word, row, other)) for row, other in zip(words, others, strict=True)
-    )
+def same_output(actual: str, expected: str) -> bool:
+    """The same words on each line, with numbers compared as numbers; white space at the end of the text is ignored."""
+    lines, expected_lines = (text.rstrip().split("\n") for text in (actual, expected))
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
-        return True
-    if not any(mark in found + expected for mark in ".eE"):
-        return False
+def _same_line(actual: str, expected: str) -> bool:
+    words, expected_words = actual.split(), expected.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+
+
+def _same_word(actual: str, expected: str) -> bool:
+    if actual == expected or not any(mark in actual + expected for mark in ".eE"):
+        return actual == expected
     try:
-        return _close(float(found), float(expected))
+        return _close(float(actual), float(expected))
     except ValueError:
         return False
 
 
-def _close(found: float, expected: float) -> bool:
+def _close(actual: float, expected: float) -> bool:
     try:
-        return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an integer too large for a float
         return False
 
@@ -174,29 +167,29 @@ def _close(found: float, expected: float) -> bool:
 
 
 def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
-    """One test of each assertion, with what stands before it; and one of what stands after the last."""
+    """One test per assertion, with the statements before it as its setup, and one of those after the last."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"{error} in {text[:60]!r}") from None
     tests: list[ProgramTest | CallTest] = []
     setup: list[dict[str, Any]] = []
-    for statement in _flat(body, name):
+    for statement in _inline_tests(body, name):
         if isinstance(statement, ast.Assert):
-            request, right = _assertion(statement.test)
-            tests.append(CallTest((*setup, *request), _after(len(setup), right)))
+            requests, is_passed = _assertion(statement.test)
+            tests.append(CallTest((*setup, *requests), _skip(len(setup), is_passed)))
             setup = []
         else:
             setup.append({"statement": ast.unparse(statement)})
     return [*tests, *([CallTest(tuple(setup), bool)] if setup else [])]
 
 
-def _after(count: int, right: Callable[[Sequence[Any]], bool]) -> Callable[[Sequence[Any]], bool]:
-    return lambda values: right(values[count:])
+def _skip(count: int, is_passed: Callable[[Sequence[Any]], bool]) -> Callable[[Sequence[Any]], bool]:
+    return lambda values: is_passed(values[count:])
 
 
-def _flat(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
-    """The insides of ``check(candidate)`` and of ``test_...()`` in place of the functions and of their calls."""
+def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
+    """`body` with ``check(candidate)`` and ``test_...()`` replaced by their statements, and without calls of them."""
     inlined = {
         item.name: item
         for item in body
@@ -208,10 +201,10 @@ def _flat(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
     for item in body:
         if isinstance(item, ast.FunctionDef) and item.name in inlined:
             if item.args.args:
-                called = name or _called(body, item.name)
-                if called is None:
+                function = name or _called(body, item.name)
+                if function is None:
                     raise ValueError(f"{item.name}({item.args.args[0].arg}) without the name of the function to check")
-                flat += ast.parse(f"{item.args.args[0].arg} = {called}").body
+                flat += ast.parse(f"{item.args.args[0].arg} = {function}").body
             flat += item.body
         elif _called([item]) not in inlined:
             flat.append(item)
@@ -219,7 +212,7 @@ def _flat(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
 
 
 def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None:
-    """Without `function`: the name a lone call calls. With it: the name that call is given."""
+    """The name called by the first statement that is a call; with `function`, the first argument of a call of it."""
     for item in body:
         if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call) and isinstance(item.value.func, ast.Name):
             if function is None:
@@ -229,43 +222,43 @@ def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None
     return None
 
 
-class _Asked(ast.NodeTransformer):
-    """Puts a name in place of every largest part that is not simple, and remembers the part."""
+class _ExtractExpressions(ast.NodeTransformer):
+    """Replaces the largest subexpressions that are not simple by names, and collects them in `expressions`."""
 
     def __init__(self, trusted: Mapping[str, Any]) -> None:
         self.trusted = trusted
-        self.parts: list[str] = []
+        self.expressions: list[str] = []
 
     def visit(self, node: ast.AST) -> Any:
-        simple = isinstance(node, SIMPLE)
-        simple |= isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Div)
-        if simple:
+        is_arithmetic = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Div)
+        if is_arithmetic or isinstance(node, SIMPLE):
             return self.generic_visit(node)
         if isinstance(node, ast.Call) and not any(isinstance(item, ast.Starred) for item in node.args):
-            called = ast.unparse(node.func).removeprefix("math.")
-            if called in self.trusted and all(item.arg for item in node.keywords):
+            function = ast.unparse(node.func).removeprefix("math.")
+            if function in self.trusted and all(item.arg for item in node.keywords):
                 arguments = [self.visit(item) for item in node.args]
                 keywords = [ast.keyword(item.arg, self.visit(item.value)) for item in node.keywords]
-                return ast.Call(ast.Name(called, ast.Load()), arguments, keywords)
-        self.parts.append(ast.unparse(node))
-        return ast.copy_location(ast.Name(f"_asked_{len(self.parts) - 1}", ast.Load()), node)
+                return ast.Call(ast.Name(function, ast.Load()), arguments, keywords)
+        self.expressions.append(ast.unparse(node))
+        return ast.copy_location(ast.Name(f"_value_{len(self.expressions) - 1}", ast.Load()), node)
 
 
 def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
-    asked = _Asked(TRUSTED)
-    decided = ast.Expression(asked.visit(copy.deepcopy(condition)))
-    if not asked.parts:  # the function under test is called as one of ours, as in `assert sum([1, 2]) == 3`
-        asked = _Asked({})
-        decided = ast.Expression(asked.visit(condition))
-    if not asked.parts:  # nothing is called; it holds where the code at least runs
+    """The requests that an assertion needs, and the assertion as a function of their results."""
+    extractor = _ExtractExpressions(TRUSTED)
+    remainder = ast.Expression(extractor.visit(copy.deepcopy(condition)))
+    if not extractor.expressions:  # the function under test has the name of a trusted one: `assert sum([1, 2]) == 3`
+        extractor = _ExtractExpressions({})
+        remainder = ast.Expression(extractor.visit(condition))
+    if not extractor.expressions:  # nothing is called; passes if the code can be loaded
         return [{"statement": ast.unparse(ast.Assert(condition))}], bool
-    program = compile(ast.fix_missing_locations(decided), "assertion", "eval")
+    program = compile(ast.fix_missing_locations(remainder), "assertion", "eval")
 
-    def right(values: Sequence[Any]) -> bool:
-        names = {f"_asked_{number}": value for number, value in enumerate(values)}
+    def is_passed(values: Sequence[Any]) -> bool:
+        names = {f"_value_{number}": value for number, value in enumerate(values)}
         try:
             return bool(eval(program, {"__builtins__": {}, **TRUSTED, **names}))
-        except Exception:  # noqa: BLE001 (None < 1, say: the code's answer is of the wrong kind)
+        except Exception:  # noqa: BLE001 (such as None < 1: the result has the wrong type)
             return False
 
-    return [{"expression": part} for part in asked.parts], right
+    return [{"expression": expression} for expression in extractor.expressions], is_passed

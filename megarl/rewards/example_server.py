@@ -1,5 +1,5 @@
-"""A reward server, whole: ``python -m megarl.rewards.example_server 8000``; then name it in the config, as
-``rewards: [{name: "http://localhost:8000/score"}]``. The contract is in remote.py."""
+"""A complete reward server: ``python -m megarl.rewards.example_server 8000``, used in a config by
+``rewards: [{name: "http://localhost:8000/score"}]``. remote.py describes the protocol."""
 
 import json
 import sys
@@ -24,5 +24,5 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
-    print(server.server_port, flush=True)  # port 0: any that is free
+    print(server.server_port, flush=True)  # port 0 picks a free one
     server.serve_forever()

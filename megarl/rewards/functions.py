@@ -1,50 +1,62 @@
-"""A function as a reward: it is called with what it names of a sample, and with its own options.
+"""A function as a reward: called with the arguments it names of a sample, and with the reward's own options.
 
-``f(prompt, response, answer, tokens, finish, **extra)``: texts, the response's token ids, stop or length; `extra` is
-what the task says of the problem (at `score` a function, where the task judges answers itself).
+``f(prompt, response, answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts, `tokens` the
+response's ids, `finish` is stop or length, and `extra` holds the problem's other fields (among them a function
+`score`, if the task judges answers itself). A function may leave out any argument.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.rewards.outcome import Case, unknown_option
+from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_option
+from megarl.rewards.time_limit import call_with_time_limit
 
-__all__ = ["Rule", "taken_by"]
+__all__ = ["FunctionReward"]
 
-ARGUMENTS = frozenset(("prompt", "response", "answer", "tokens", "finish", "score", "steps"))  # no options: the loop
-# gives them
+# supplied for each sample, hence not accepted as options
+ARGUMENTS = frozenset(("prompt", "response", "answer", "tokens", "finish", "score", "steps"))
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FunctionReward:
+    """Scores a batch on the calling thread, sample by sample."""
+
     function: Callable[..., Any]
-    takes: frozenset[str] | None  # None: any keyword
+    accepted: frozenset[str] | None  # names of the function's arguments; None: any keyword
     options: Mapping[str, Any]
+    timeout_s: float  # of one call
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str) -> Rule:
+    def of(
+        cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float
+    ) -> FunctionReward:
         """Raises ValueError for an option the function does not take; `name` is the reward's."""
-        takes = taken_by(function)
-        if takes is not None:
-            known = sorted(takes - ARGUMENTS)
+        accepted = _argument_names(function)
+        if accepted is not None:
+            known = sorted(accepted - ARGUMENTS)
             if unknown := next((option for option in options if option not in known), None):
                 raise unknown_option(name, unknown, known)
-        return cls(function, takes, options)
+        return cls(function, accepted, options, timeout_s)
 
-    def arguments(self, case: Case, **more: Any) -> dict[str, Any]:
-        known = {**case.arguments(), **more, **self.options}
-        return known if self.takes is None else {name: known[name] for name in self.takes if name in known}
+    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return [try_score(lambda request: Score(float(self.call(request))), request) for request in requests]
+
+    def call(self, request: ScoreRequest, **context: Any) -> Any:
+        """The function's result; raises ScoreError when it takes too long, else whatever it raises."""
+        arguments = {**request.arguments(), **context, **self.options}
+        if self.accepted is not None:
+            arguments = {name: arguments[name] for name in self.accepted if name in arguments}
+        return call_with_time_limit(self.function, arguments, timeout_s=self.timeout_s)
 
 
-def taken_by(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of the arguments a function takes; None: any."""
+def _argument_names(function: Callable[..., Any]) -> frozenset[str] | None:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return None
-    takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return None if takes_any else frozenset(p.name for p in parameters)
+    accepts_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if accepts_any else frozenset(p.name for p in parameters)

@@ -1,9 +1,6 @@
-"""Rewards that are rules: text or tokens -> float. No torch, and heavy parsers only when they are first needed.
+"""The built-in reward functions: text or tokens -> float. functions.py describes the arguments.
 
-A reward is a function ``f(prompt, response, answer, tokens, finish, **extra) -> float`` that may leave out any
-argument it does not need: `prompt` and `response` are texts, `answer` is the task's, `tokens` are the response's
-ids, `finish` is stop or length; `extra` is what the task says of the problem (at `score` a function, where the
-task judges answers itself) and the reward's own options.
+No torch; heavy parsers are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -12,29 +9,27 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = [
-    "BUILT_IN", "accuracy", "even_fraction", "final_answer", "format_think",
-]  # fmt: skip
+__all__ = ["BUILT_IN", "accuracy", "even_fraction", "final_answer", "format_think"]
 
 BOXED = "\\boxed"
-LONGEST_ANSWER = 2000  # characters that are parsed as mathematics; what is longer must be the reference as text
+MAX_MATHS_CHARS = 2000  # longer answers are not parsed as mathematics, only compared as text
 
 
 def accuracy(*, response: str, answer: str | None, score: Callable[[str], float] | None = None) -> float:
-    """The task's own scorer where it has one; else 1 when the final answer is the reference, as text or as maths.
+    """The result of the task's own `score` function, or 1 if the final answer equals the reference as text or maths.
 
-    A `score` that cannot be called is no scorer but a column of the task's file, and is not looked at.
+    A `score` that is not callable is a column of the task's file and ignored.
     """
-    given = final_answer(response)
+    final = final_answer(response)
     if callable(score):
-        return float(score(given))
+        return float(score(final))
     if answer is None:
         raise ValueError("the problem has no answer to compare with")
-    return float(_normal(given) == _normal(answer) or _equal_maths(given, answer))
+    return float(_normalise(final) == _normalise(answer) or _equal_maths(final, answer))
 
 
 def format_think(*, response: str) -> float:
-    """1 when the response is one <think>...</think> and then an answer, else 0."""
+    """1 if the response is one <think>...</think> followed by an answer, else 0."""
     before, opened, rest = response.partition("<think>")
     _, closed, after = rest.partition("</think>")
     once = bool(opened and closed) and "<think>" not in rest and "</think>" not in after
@@ -42,12 +37,12 @@ def format_think(*, response: str) -> float:
 
 
 def even_fraction(*, tokens: Sequence[int]) -> float:
-    """The share of even ids among the response's tokens: a pure function of them, for models that know nothing."""
+    """The share of even ids among the response's tokens; it varies even for random models."""
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
 def final_answer(response: str) -> str:
-    """What follows the thinking; of that, the last <answer>...</answer> or \\boxed{...} where there is one."""
+    """The text after any thinking; within it, the content of the last <answer>...</answer> or \\boxed{...} if any."""
     text = response.rpartition("</think>")[2]
     tagged, closed, _ = text.rpartition("</answer>")
     if closed and "<answer>" in tagged:
@@ -56,32 +51,29 @@ def final_answer(response: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """The inside of the last \\boxed{...} whose braces balance, in one pass: a text may be all braces."""
+    """The content of the last \\boxed{...} with balanced braces, in a single pass: a text may be all braces."""
     opened: list[int] = []
-    best: tuple[int, int] | None = None
+    start, end = -1, -1
     for match in re.finditer(r"[{}]", text):
-        place = match.start()
         if match[0] == "{":
-            opened.append(place)
-        elif opened:
-            start = opened.pop()
-            if text.endswith(BOXED, 0, start) and (best is None or start > best[0]):
-                best = (start, place)
-    return None if best is None else text[best[0] + 1 : best[1]]
+            opened.append(match.start())
+        elif opened and (brace := opened.pop()) > start and text.endswith(BOXED, 0, brace):
+            start, end = brace, match.start()
+    return None if start < 0 else text[start + 1 : end]
 
 
-def _normal(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
-def _equal_maths(given: str, answer: str) -> bool:
-    if len(given) > LONGEST_ANSWER:
+def _equal_maths(candidate: str, answer: str) -> bool:
+    if len(candidate) > MAX_MATHS_CHARS:
         return False
     import math_verify
 
-    # its own time limits want the process's one alarm; whoever calls this limits the whole sample (limits.py)
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # and it warns of that at every call
-    gold, target = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, given))
+    # without its own time limits, which need the single alarm of the process; FunctionReward limits the whole call
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that at every call
+    gold, target = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, candidate))
     return bool(math_verify.verify(gold, target, timeout_seconds=None))
 
 

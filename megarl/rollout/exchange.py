@@ -1,18 +1,18 @@
-"""Who samples what, and how every rank comes to hold all of it.
+"""Distributes requests over engine replicas, and gathers the scored samples on every rank.
 
-    requests (the same on all ranks) --replica r takes r, r + R, ...--> engine --first rank scores--> one all-gather
+    requests (the same on all ranks) --replica r takes r, r + R, ...--> engine --its first rank scores--> one all-gather
     --> the same scored samples on every rank, sorted by (prompt, index)
 
-What travels is flat: one byte tensor a rank, [header | ints | tokens | masks | log-probs | JSON of what is not
-numbers]; no pickles. A rank on which sampling or scoring raised sends its error instead, so nobody waits for it.
+Each rank contributes one byte tensor [header length | JSON header | tokens | log-probs | masks]; no pickles. A rank on
+which sampling or scoring fails contributes its error instead, so that its peers do not wait for it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megarl.layout import Axis
 from megarl.roles import Request, Rewards, Sampler
-from megarl.types import FINISH, CheckFailed, Sample
+from megarl.rollout.schedule import digest_samples
+from megarl.types import CheckFailed, Sample
 
 __all__ = ["Exchange", "pack", "unpack"]
 
-INTS = ("prompt_id", "index", "length", "finish", "oldest", "newest")  # per sample
-STATUS, SAMPLES, TOKENS, DIGEST, JSON = range(5)  # the header
-OK, REFUSED, BROKEN = range(3)  # status
+COLUMNS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of each sample
+LENGTH_BYTES = 8  # of the header's length
 
 
 class Exchange:
@@ -38,8 +38,8 @@ class Exchange:
         sampler: Sampler,
         rewards: Rewards,
         *,
-        replica: Axis,  # of how many replicas this rank's is which
-        member: Axis,  # of the replica's ranks this is which; the first one scores
+        replica: Axis,  # this rank's replica among all replicas
+        member: Axis,  # this rank among those of its replica; the first one scores
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         span: Callable[[str], AbstractContextManager[None]] = nullcontext,  # times "reward"
@@ -53,34 +53,38 @@ class Exchange:
         self._span = span
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
-        """All requests' samples, scored, sorted by (prompt, index).
+        """Samples of all requests, scored, sorted by (prompt, index).
 
-        Raises on every rank alike what went wrong on one: CheckFailed as such, anything else as RuntimeError.
+        If a rank fails, raises on every rank: CheckFailed if it raised that, RuntimeError for any other exception.
         """
-        parts = self._all_gather(self._work(requests[self._replica.rank :: self._replica.size], version))
-        failures = [(rank, status, text) for rank, part in enumerate(parts) for status, text in _failure(part)]
+        parts = self._all_gather(self._sample(requests[self._replica.rank :: self._replica.size], version))
+        headers = [_header(part)[0] for part in parts]
+        failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
         if failures:
-            rank, status, text = min(failures, key=lambda failure: (failure[1] != BROKEN, failure[0]))
-            raise (CheckFailed if status == REFUSED else RuntimeError)(f"rank {rank} could not sample: {text}")
-        self._refuse_divergence(parts)
+            is_refused, rank = min(failures)  # a bug before a refusal, which may be its consequence
+            message = f"rank {rank} could not sample: {headers[rank]['error']}"
+            raise CheckFailed(message) if is_refused else RuntimeError(message)
+        self._check_replicas([header["digest"] for header in headers])
         samples = [sample for part in parts for sample in unpack(part)]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
 
-    def _work(self, mine: Sequence[Request], version: int) -> Tensor:
+    def _sample(self, requests: Sequence[Request], version: int) -> Tensor:
+        """This rank's contribution: the scored samples of its replica, or an error."""
         try:
-            samples = self._sampler.sample(mine, version=version)
-            digest = _digest(samples)
+            samples = self._sampler.sample(requests, version=version)
+            digest = digest_samples(samples)
             if not self._member.first:
                 return pack([], digest)
             with self._span("reward"):
-                samples = self._rewards.score([request.prompt for request in mine], samples)
+                samples = self._rewards.score([request.prompt for request in requests], samples)
             return pack(samples, digest)
-        except Exception as error:  # noqa: BLE001 (peers wait in the all-gather below: the error goes there)
-            status = REFUSED if isinstance(error, CheckFailed) else BROKEN
-            return _part([status, 0, 0, 0], [], str(error) if status == REFUSED else f"{type(error).__name__}: {error}")
+        except CheckFailed as error:
+            return _part({"error": str(error), "refused": True})
+        except Exception as error:  # noqa: BLE001 (peers wait in the all-gather, which carries the error)
+            return _part({"error": f"{type(error).__name__}: {error}", "refused": False})
 
     def _all_gather(self, part: Tensor) -> list[Tensor]:
-        """Every rank's bytes; padded to the longest, whose length is agreed first."""
+        """The parts of all ranks, padded to the longest while they travel."""
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return [part]
         world = dist.get_world_size(self._group)
@@ -90,109 +94,55 @@ class Exchange:
         longest = int(sizes.max())
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         padded[: part.numel()] = part.to(self._device)
-        everything = torch.empty(world * longest, dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(everything, padded, group=self._group)
-        rows = everything.cpu().view(world, longest)
+        gathered = torch.empty(world * longest, dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        rows = gathered.cpu().view(world, longest)
         return [row[:length].clone() for row, length in zip(rows, sizes.tolist(), strict=True)]
 
-    def _refuse_divergence(self, parts: Sequence[Tensor]) -> None:
-        """Ranks of one replica must have drawn the same tokens: each is the other's tensor-parallel half."""
-        seen = [int(_header(part)[DIGEST]) for part in parts]
-        for first in range(0, len(seen), self._member.size):
-            if len(set(seen[first : first + self._member.size])) > 1:
-                ranks = f"{first}..{first + self._member.size - 1}"
-                raise CheckFailed(
-                    f"ranks {ranks} of one engine replica sampled different tokens from the same requests"
-                )
+    def _check_replicas(self, digests: Sequence[str]) -> None:
+        """The tensor-parallel ranks of a replica must have sampled the same tokens."""
+        size = self._member.size
+        for first in range(0, len(digests), size):
+            if len(set(digests[first : first + size])) > 1:
+                ranks = f"{first}..{first + size - 1}"
+                raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
 
 
-def pack(samples: Sequence[Sample], digest: int) -> Tensor:
-    """[bytes] uint8. Raises TypeError when `extra` holds what JSON cannot."""
-    ints = [(s.prompt_id, s.index, s.tokens.numel(), FINISH.index(s.finish), *s.versions) for s in samples]
-    rest = [
-        {
-            "text": s.text,
-            "reward": s.reward,
-            "rewards": s.rewards,
-            "steps": s.step_rewards,
-            "outcome": s.has_outcome,
-            "extra": s.extra,
-        }
-        for s in samples
-    ]
-    empty = torch.empty(0)
+def pack(samples: Sequence[Sample], digest: str) -> Tensor:
+    """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
+    names = [field.name for field in fields(Sample) if field.name not in COLUMNS]
+    rows = [{"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}} for s in samples]
     columns = [
-        torch.tensor(ints, dtype=torch.int64),
-        torch.cat([empty.long(), *(s.tokens.to(torch.int64) for s in samples)]),
-        torch.cat([empty.float(), *(s.rollout_logprobs.to(torch.float32) for s in samples)]),
-        torch.cat([empty.bool(), *(s.trainable for s in samples)]),
+        torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
+        for name, dtype in COLUMNS.items()
     ]
-    header = [OK, len(samples), sum(s.tokens.numel() for s in samples), digest]
-    return _part(header, columns, json.dumps(rest))
+    return _part({"digest": digest, "samples": rows}, *columns)
 
 
 def unpack(part: Tensor) -> list[Sample]:
-    """What `pack` packed; values and dtypes exactly."""
-    _, num_samples, num_tokens, _, json_bytes = _header(part)
-    at = 8 * (JSON + 1)
-
-    def column(count: int, dtype: torch.dtype) -> Tensor:
-        nonlocal at
-        size = count * dtype.itemsize
-        found = part[at : at + size].clone().view(dtype)
-        at += size
-        return found
-
-    ints = column(num_samples * len(INTS), torch.int64).view(num_samples, len(INTS)).tolist()
-    tokens = column(num_tokens, torch.int64)
-    logprobs = column(num_tokens, torch.float32)
-    trainable = column(num_tokens, torch.bool)
-    rest: list[dict[str, Any]] = json.loads(bytes(part[at : at + json_bytes].tolist()))
-    samples, start = [], 0
-    for (prompt_id, index, length, finish, oldest, newest), more in zip(ints, rest, strict=True):
-        here = slice(start, start + length)
-        start += length
-        samples.append(
-            Sample(
-                prompt_id=prompt_id,
-                index=index,
-                tokens=tokens[here],
-                trainable=trainable[here],
-                rollout_logprobs=logprobs[here],
-                versions=(oldest, newest),
-                finish=FINISH[finish],
-                text=more["text"],
-                reward=more["reward"],
-                rewards=more["rewards"],
-                step_rewards=tuple((position, reward) for position, reward in more["steps"]),
-                has_outcome=more["outcome"],
-                extra=more["extra"],
-            )
-        )
-    return samples
+    """The samples that `pack` packed, with equal values and dtypes."""
+    header, offset = _header(part)
+    rows: list[dict[str, Any]] = header["samples"]
+    lengths = [row.pop("length") for row in rows]
+    columns: dict[str, Sequence[Any]] = {}
+    for name, dtype in COLUMNS.items():
+        end = offset + sum(lengths) * dtype.itemsize
+        columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()
+        offset = end
+    for row in rows:  # JSON has lists only
+        row["versions"] = tuple(row["versions"])
+        row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
+    return [Sample(**row, **{name: columns[name][i] for name in COLUMNS}) for i, row in enumerate(rows)]
 
 
-def _part(header: Sequence[int], columns: Sequence[Tensor], text: str) -> Tensor:
-    data = text.encode()
-    tensors = [torch.tensor([*header, len(data)], dtype=torch.int64), *columns]
-    tail = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return torch.cat([*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors), tail])
+def _part(header: dict[str, Any], *columns: Tensor) -> Tensor:
+    text = json.dumps(header).encode()
+    data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    tensors = [torch.frombuffer(data, dtype=torch.uint8), *(column.view(torch.uint8) for column in columns)]
+    return torch.cat(tensors)
 
 
-def _header(part: Tensor) -> list[int]:
-    return part[: 8 * (JSON + 1)].clone().view(torch.int64).tolist()
-
-
-def _failure(part: Tensor) -> list[tuple[int, str]]:
-    header = _header(part)
-    if header[STATUS] == OK:
-        return []
-    return [(header[STATUS], bytes(part[8 * (JSON + 1) :].tolist()).decode())]
-
-
-def _digest(samples: Sequence[Sample]) -> int:
-    """63 bits of the sampled tokens."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(f"{sample.prompt_id} {sample.index} {sample.tokens.tolist()}".encode())
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
+def _header(part: Tensor) -> tuple[dict[str, Any], int]:
+    """The header, and the offset of what follows it."""
+    end = LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES].numpy().tobytes(), "little")
+    return json.loads(part[LENGTH_BYTES:end].numpy().tobytes()), end

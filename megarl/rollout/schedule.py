@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.roles import Prompts
 from megarl.types import CheckFailed, Group, Prompt, Rollout, Sample
 
-__all__ = ["Request", "Rollouts", "digest", "has_spread", "request_seed"]
+__all__ = ["Request", "Rollouts", "digest", "digest_samples", "has_spread", "request_seed"]
 
 MAX_EMPTY_STEPS = 3  # in a row: a reward that is down for longer will not come back by itself
 Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
@@ -47,11 +47,15 @@ def has_spread(group: Group, *, mask_truncated: bool = False) -> bool:
 
 
 def digest(groups: Sequence[Group]) -> str:
+    """`digest_samples` of all groups."""
+    return digest_samples(sample for group in groups for sample in group.samples)
+
+
+def digest_samples(samples: Iterable[Sample]) -> str:
     """sha256 over prompt id, sample index and tokens of every sample, in order."""
     hashed = hashlib.sha256()
-    for group in groups:
-        for sample in group.samples:
-            hashed.update(f"{sample.prompt_id} {sample.index} {sample.tokens.tolist()}\n".encode())
+    for sample in samples:
+        hashed.update(f"{sample.prompt_id} {sample.index} {sample.tokens.tolist()}\n".encode())
     return hashed.hexdigest()
 
 

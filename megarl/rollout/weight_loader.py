@@ -1,12 +1,12 @@
-"""Weights into a live engine, layer by layer: at most a layer or two exist twice, and kernels keep their addresses.
+"""Writes weights into a live engine, layer by layer: at most a layer or two exist twice, and kernels keep addresses.
 
     empty --begin--> writing --seal--> sealed --finish(version)--> ready --begin--> ...
       ^-------------------- abort, from any state --------------------'
 
-A layer is opened when its first piece arrives (checkpoint form, this rank's shard), written piece by piece, and
-closed when its last element has arrived: re-processed, then copied into the tensors the kernels know. Only a
-ready engine is given prompts. vLLM 0.32's own reload leaves two faults, silent but for the log-probs: a tied
-head keeps the pack of its old weights, and the CPU MoE kernel keeps its old pre-pack; both are repaired in `_close`.
+A layer is opened when its first transfer arrives (in checkpoint form, this rank's shard) and closed when its last
+element is written: it is processed as after loading, then copied into the tensors that kernels know. Only a ready
+engine is given prompts. vLLM 0.32's own reload has two faults that show in log-probs only: a tied head keeps the pack
+of its old weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megarl.models.shards import ShardSlice
-from megarl.rollout.loader_trace import Fill, Recording
+from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of, put_on_meta, restore_kernel_tensors
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
+from megarl.weights.execute import split_message, strided_view
 from megarl.weights.fp32_views import view_fp32_as_16bit
 from megarl.weights.plan import Message, View
 
@@ -37,64 +37,62 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 class LayerReceiver:
-    """publish.Receiver. `reset_cache` drops what the engine remembers of old weights.
+    """publish.WeightReceiver. `reset_cache` drops what the engine cached under old weights.
 
-    `fp32`: HF tensors that the trainer sends in fp32 whatever `dtype` is, as words of it.
+    `fp32`: HF tensors that move as fp32 whatever `dtype` is, as 16-bit elements where that is a 16-bit type.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recording: Recording,
+        trace: LoaderTrace,
         dtype: torch.dtype,
         reset_cache: Callable[[], object],
         fp32: frozenset[str] = frozenset(),
     ) -> None:
-        self.boxes = view_fp32_as_16bit(recording.boxes, fp32, dtype.itemsize)
-        self._fp32 = fp32
+        self.slices = view_fp32_as_16bit(trace.slices, fp32, dtype.itemsize)
+        self.device = next(model.parameters()).device
         self.state: State = "empty"
         self.version: int | None = None
-        self._model = model
         self._modules = dict(model.named_modules())
-        self._aliases = recording.aliases
+        self._aliases = trace.aliases
         self._dtype = dtype
+        self._fp32 = fp32
         self._reset_cache = reset_cache
-        self._total: dict[str, int] = defaultdict(int)  # elements each module waits for
-        self._fills: dict[str, list[Fill]] = defaultdict(list)
-        for box in self.boxes:
-            self._total[_split(box.param)[0]] += box.numel
-        self._sums: list[Tensor] = []  # of every box, while places are to be proven
-        self._boxes: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # of each module
-        for number, box in enumerate(self.boxes):
-            self._boxes[_split(box.param)[0]].append((number, box))
-        for fill in recording.fills:
-            self._fills[_split(fill.param)[0]].append(fill)
-        self._left: dict[str, int] = {}
-        self._loaded: dict[str, int] = defaultdict(int)  # elements received of each HF tensor
+        self._sums: list[Tensor] = []  # positional checksum of every slice, when placement is checked
+        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
+        self._fills: dict[str, list[Fill]] = defaultdict(list)  # module -> fills
+        self._numel: dict[str, int] = defaultdict(int)  # module -> elements it takes
+        self._left: dict[str, int] = {}  # module -> elements it still waits for
+        self._loaded: dict[str, int] = defaultdict(int)  # HF tensor -> elements received
+        for number, part in enumerate(self.slices):
+            module = module_of(part.param)
+            self._slices[module].append((number, part))
+            self._numel[module] += part.numel
+        for fill in trace.fills:
+            self._fills[module_of(fill.where.param)].append(fill)
 
-    def begin(self, *, places: bool) -> None:
+    def begin(self, *, check_placement: bool) -> None:
         self.abort()
         self.state = "writing"
-        self._sums = [torch.zeros((), dtype=torch.int64)] * len(self.boxes) if places else []
-        self._left = dict(self._total)
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._sums = [zero] * len(self.slices) if check_placement else []
+        self._left = dict(self._numel)
         self._loaded.clear()
 
     @torch.no_grad()
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """`flat` [numel] goes where the message's pieces say; how many of them read back otherwise."""
+        """Writes the buffer [numel] of a message; returns how many transfers read back differently."""
         assert self.state == "writing", f"write in state {self.state}"
-        wrong, at = torch.zeros((), dtype=torch.int64, device=flat.device), 0
-        for piece in message.pieces:
-            module, _ = _split(piece.destination.param)
-            layer = self._modules[module]
-            if not self._is_open(layer):
+        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for transfer, part in split_message(message, flat):
+            module = module_of(transfer.destination.param)
+            if not self._is_open(self._modules[module]):
                 self._open(module)
-            view = self._view(layer, piece.name, piece.shape, piece.destination)
-            # read back before the layer closes: packed bytes compare with nothing
-            wrong += copy_and_verify(flat[at : at + piece.numel].view(piece.shape), view)
-            at += piece.numel
-            self._loaded[piece.name] += piece.numel
-            self._left[module] -= piece.numel
+            # read back before the layer closes: packed bytes cannot be compared
+            wrong += copy_and_verify(part, self._view(transfer.name, transfer.destination, transfer.shape))
+            self._loaded[transfer.name] += transfer.numel
+            self._left[module] -= transfer.numel
             if not self._left[module]:
                 self._close(module)
         return wrong
@@ -105,10 +103,8 @@ class LayerReceiver:
         assert self.state == "writing", f"seal in state {self.state}"
         waiting = {module: left for module, left in self._left.items() if left}
         if waiting:
-            shown = ", ".join(
-                f"{module} ({left} of {self._total[module]} elements)" for module, left in waiting.items()
-            )
-            raise CheckFailed(f"layers still wait for weights: {shown}")
+            shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
+            raise CheckFailed(f"layers still wait for weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
@@ -116,8 +112,8 @@ class LayerReceiver:
         self.state = "sealed"
         return dict(self._loaded)
 
-    def places(self) -> Tensor:
-        assert self.state == "sealed" and self._sums, f"places in state {self.state}"
+    def positional_checksums(self) -> Tensor:
+        assert self.state == "sealed" and self._sums, f"positional_checksums in state {self.state}"
         return torch.stack(self._sums)
 
     def finish(self, version: int) -> None:
@@ -125,41 +121,36 @@ class LayerReceiver:
         self.state, self.version = "ready", version
 
     def abort(self) -> None:
-        """No version from here on. Open layers get their kernel tensors back; closed ones hold new weights."""
+        """Drops the version. Open layers get their kernel tensors back; closed ones hold new weights."""
         self.state, self.version = "empty", None
-        for module in self._total:
+        for module in self._numel:
             layer = self._modules[module]
             if self._is_open(layer):
-                info = layerwise.get_layerwise_info(layer)
-                layerwise._place_kernel_tensors(layer, info)
-                info.reset()
+                restore_kernel_tensors(layer)
 
-    def _view(self, layer: nn.Module, name: str, shape: tuple[int, ...], into: View | ShardSlice) -> Tensor:
-        data = getattr(layer, _split(into.param)[1]).data
-        if name in self._fp32:
-            if data.dtype != torch.float32:
-                raise CheckFailed(f"the engine keeps {name} in {data.dtype}, the trainer in fp32")
-            data = data.view(self._dtype)
-        return data.as_strided(shape, into.strides, data.storage_offset() + into.offset)
+    def _view(self, name: str, where: View | ShardSlice, shape: tuple[int, ...]) -> Tensor:
+        module, _, leaf = where.param.rpartition(".")
+        parameter = getattr(self._modules[module], leaf)
+        if name in self._fp32 and parameter.dtype != torch.float32:
+            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, the trainer in fp32")
+        return strided_view(parameter, where, shape, self._dtype if name in self._fp32 else parameter.dtype)
 
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
 
     def _open(self, module: str) -> None:
         layer = self._modules[module]
-        info = layerwise.get_layerwise_info(layer)
-        info.kernel_tensors = get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        restore_layer_on_meta(layer, info)
-        materialize_layer(layer, info)
+        put_on_meta(layer)
+        materialize_layer(layer, layerwise.get_layerwise_info(layer))
         for fill in self._fills[module]:
-            _fill(layer, fill)
+            parameter = getattr(layer, fill.where.param.rpartition(".")[2])
+            strided_view(parameter, fill.where, fill.shape, parameter.dtype).fill_(fill.value)
 
     def _close(self, module: str) -> None:
         layer = self._modules[module]
         info = layerwise.get_layerwise_info(layer)
-        for number, box in self._boxes[module] if self._sums else ():
-            self._sums[number] = positional_checksum(self._view(layer, box.name, box.shape, box), box.start)
+        for number, part in self._slices[module] if self._sums else ():
+            self._sums[number] = positional_checksum(self._view(part.name, part, part.shape), part.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
@@ -169,11 +160,10 @@ class LayerReceiver:
 
 
 def _process(layer: nn.Module, device: torch.device) -> None:
-    """What vLLM does to a layer once its weights are in: pack, shuffle, quantize."""
-    found = getattr(layer, "quant_method", None)
-    if not isinstance(found, QuantizeMethodBase):
+    """What vLLM does to a layer after loading: pack, shuffle, quantize."""
+    if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
         return
-    method: Any = found
+    method: Any = layer.quant_method
     if hasattr(layer, PROCESSED):
         delattr(layer, PROCESSED)
     kernel = getattr(method, "moe_kernel", None)
@@ -184,13 +174,3 @@ def _process(layer: nn.Module, device: torch.device) -> None:
             kernel.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
         layer.update_param_tp_status()  # type: ignore[operator]
-
-
-def _split(param: str) -> tuple[str, str]:
-    module, _, leaf = param.rpartition(".")
-    return module, leaf
-
-
-def _fill(layer: nn.Module, fill: Fill) -> None:
-    data = getattr(layer, _split(fill.param)[1]).data
-    data.as_strided(fill.shape, fill.strides, data.storage_offset() + fill.offset).fill_(fill.value)

@@ -1,10 +1,10 @@
 """A family without a table: Megatron-Bridge builds its model, and its conversion, driven once, is the table.
 
     folder --AutoBridge--> provider, under our settings --provide--> chunks of the pipeline, as build.py's
-    chunks, names and shapes of the checkpoint --hf_to_megatron on codes (weights/codes.py)--> boxes of this rank
+    chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices of this rank
 
-From the boxes on everything is as with a table: weights are loaded, synced and exported slice by slice. Recording moves
-no weight; it makes a few copies, of 8 bytes an element, of one HF tensor at a time.
+Beyond the slices everything is as with a table: weights are loaded, synced and exported slice by slice. Recording moves
+no weight; it makes a few copies, of 8 bytes per element, of one HF tensor at a time.
 On a GPU the layers are Bridge's, of Transformer Engine. On a CPU, where Bridge itself asks for it (so in tests, with a
 stand-in), plain families get the layers of layers.py, whose names Bridge's registries do not all know.
 """
@@ -106,10 +106,10 @@ class Bridged:
 
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> list[list[ShardSlice]]:
         """[rank] -> where that rank's parameters hold HF tensors; every rank must call."""
-        boxes = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
-        _refuse_other_dtypes(boxes, local_tensors(chunks), fp32_tensors(self.shape), self.provider.params_dtype)
+        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
+        _refuse_other_dtypes(slices, local_tensors(chunks), fp32_tensors(self.shape), self.provider.params_dtype)
         found: list[list[ShardSlice]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, boxes)
+        dist.all_gather_object(found, slices)
         return found
 
 
@@ -157,13 +157,13 @@ def _is_moe(config: Any, layer: int) -> bool:
 
 
 def _refuse_other_dtypes(
-    boxes: Sequence[ShardSlice], held: Mapping[str, Tensor], fp32: frozenset[str], dtype: torch.dtype
+    slices: Sequence[ShardSlice], held: Mapping[str, Tensor], fp32: frozenset[str], dtype: torch.dtype
 ) -> None:
-    for box in boxes:
-        expected = torch.float32 if box.name in fp32 else dtype
-        if held[box.param].dtype != expected:
+    for part in slices:
+        expected = torch.float32 if part.name in fp32 else dtype
+        if held[part.param].dtype != expected:
             raise ValueError(
-                f"{box.param}, which holds {box.name}, is {held[box.param].dtype} in Megatron-Core, not {expected}; "
+                f"{part.param}, which holds {part.name}, is {held[part.param].dtype} in Megatron-Core, not {expected}; "
                 f"{REMEDY}"
             )
 
@@ -187,8 +187,8 @@ def record(
                     f"Megatron-Bridge says of no tensor of the checkpoint that it lies in {name}; is its config.json "
                     "another model's?"
                 )
-            boxes = _record_one(name, tensor, chunk, bridge, mapping, shapes)
-            found += [replace(box, param=prefix + name) for box in boxes]
+            slices = _record_one(name, tensor, chunk, bridge, mapping, shapes)
+            found += [replace(part, param=prefix + name) for part in slices]
     return found
 
 
@@ -198,11 +198,12 @@ def _record_one(
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
         module.config = chunk.config  # pyright: ignore[reportArgumentType]  # Bridge looks for it there
-    codes, landed, is_vocabulary = IndexTensors(shapes, tensor.device), [], name in (EMBEDDING, OUTPUT)
+    indices, landed = IndexTensors(shapes, tensor.device), []
+    is_vocabulary = name in (EMBEDDING, OUTPUT)
     with _in_fp64([tensor, *module.parameters(recurse=False)]):
-        for codes.is_second in (False, True):
+        for indices.is_second in (False, True):
             try:
-                weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, codes)
+                weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, indices)
             except KeyError as error:
                 raise ValueError(
                     f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?"
@@ -211,10 +212,10 @@ def _record_one(
             if landed[-1].shape != tensor.shape:
                 raise ValueError(
                     f"{name} is {tuple(tensor.shape)}, Megatron-Bridge makes {tuple(landed[-1].shape)} of "
-                    f"{' and '.join(codes.first)}; is its config.json another model's?"
+                    f"{' and '.join(indices.first)}; is its config.json another model's?"
                 )
     first, second = landed
-    return slices_from_indices(name, first, second, codes, padded=is_vocabulary)
+    return slices_from_indices(name, first, second, indices, padded=is_vocabulary)
 
 
 @contextmanager

@@ -113,6 +113,12 @@ class Trainer:
         """This rank's parameters and router biases by GPTModel's names; of virtual stages: `chunk<n>.` + name."""
         return local_tensors([chunk.module for chunk in self.model])
 
+    def local_slices(self) -> list[ShardSlice]:
+        """Where this rank's parameters hold HF tensors."""
+        if self.traced is not None:
+            return self.traced[self.layout.rank]
+        return _slices(self.shape, self.layout, use_te=self.device.type == "cuda")
+
     def slices_by_rank(self) -> list[list[ShardSlice]]:
         """Where each rank's parameters hold HF tensors; the same on every rank."""
         if self.traced is not None:

@@ -1,160 +1,128 @@
-"""The rounds of a plan, run: pack, send, receive, copy on, with a checksum of every bucket that travels.
+"""Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round.
 
-    round n in flight | round n + 1 is packed, what stays of round n is taken
-    round n arrived   | checksums, taken, and copied into the buckets of round n + 1 that go on within the node
+    round n in flight | messages of round n + 1 are packed; what stays on this rank in round n is handed over
+    round n arrived   | checksums are taken, messages handed over, and relays of round n + 1 packed from them
 
-Two rounds of buckets exist at a time, unless whoever takes them keeps them.
+Buffers of two rounds exist at a time, unless the callback keeps them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Message, Plan, arrived
+from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
 from megarl.weights.transports import Transport
 
-__all__ = ["BucketChecksums", "OnBucket", "PlanExecutor"]
+__all__ = ["BucketChecksums", "OnBucket", "PlanExecutor", "split_message", "strided_view"]
 
-OnBucket = Callable[[int, Tensor], None]  # number of a message, its bucket; must not raise: peers wait for later rounds
+OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers wait for rounds
 
 
 @dataclass(frozen=True)
 class BucketChecksums:
-    """Checksums [messages] int64: of what this rank sent, of what arrived here; 0 where it did neither."""
+    """[messages of the plan] int64: checksums of what this rank sent and of what arrived here, 0 elsewhere."""
 
     sent: Tensor
     received: Tensor
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Buckets by number of message."""
+def strided_view(tensor: Tensor, where: View | ShardSlice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Part of a contiguous `tensor`, as elements of `dtype` (16-bit ones where an fp32 tensor is among 16-bit ones)."""
+    data = tensor.detach().view(dtype)
+    # as_strided takes absolute offsets, and parameters may be views of one large buffer
+    return data.as_strided(shape, where.strides, data.storage_offset() + where.offset)
 
-    outgoing: dict[int, Tensor] = field(default_factory=dict)
-    staying: dict[int, Tensor] = field(default_factory=dict)
+
+def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+    """Each transfer with its part of the buffer `flat` [numel], in the transfer's shape."""
+    parts = flat.split([transfer.numel for transfer in message.transfers])
+    for transfer, part in zip(message.transfers, parts, strict=True):
+        yield transfer, part.view(transfer.shape)
 
 
 class PlanExecutor:
-    """Messages are counted over all rounds."""
+    """Holds this rank's messages only."""
 
     def __init__(self, plan: Plan, transport: Transport, dtype: torch.dtype, device: torch.device) -> None:
-        self.plan = plan
+        self.rounds = plan.lower(transport.rank).rounds
+        self.num_messages = len(plan.message_bytes)
         self._transport = transport
         self._dtype = dtype
         self._device = device
-        self._first = [0, *accumulate(len(round_) for round_ in plan.rounds)]  # [rounds + 1] message each begins with
+
+    @property
+    def messages(self) -> Iterator[Message]:
+        """Those that this rank sends, receives or keeps, in order."""
+        return (message for messages in self.rounds for message in messages)
 
     @property
     def bytes_arriving(self) -> int:
-        """From other ranks, at this one."""
+        """Received from other ranks."""
         rank = self._transport.rank
-        return self.plan.itemsize * sum(m.numel for m in self.plan.messages if m.destination == rank != m.source)
+        return self._dtype.itemsize * sum(m.numel for m in self.messages if m.receiver == rank != m.sender)
 
-    def kept(self) -> Iterator[int]:
-        """The messages to this rank in order, those from itself among them."""
-        rank = self._transport.rank
-        return (index for index, message in enumerate(self.plan.messages) if message.destination == rank)
+    def run(self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool) -> BucketChecksums:
+        """Hands each message received to `on_bucket`; with `include_local` also those this rank keeps to itself.
 
-    def run(self, parameters: Mapping[str, Tensor], take: OnBucket, *, staying: bool) -> BucketChecksums:
-        """`staying`: also take what travels nowhere.
-
-        Raises CheckFailed, naming what was in flight, when a peer is lost.
+        Raises CheckFailed, naming the messages in flight, when a peer is lost.
         """
-        sums = BucketChecksums(*torch.zeros(2, len(self.plan.messages), dtype=torch.int64, device=self._device))
-        packed = self._pack_round(0, parameters, sums, staying)
-        for number in range(len(self.plan.rounds)):
-            current, incoming = packed, self._room(number)
+        rank = self._transport.rank
+        sums = BucketChecksums(*torch.zeros(2, self.num_messages, dtype=torch.int64, device=self._device))
+        outgoing = self._pack_round(0, parameters, sums, relays=False)
+        for number, messages in enumerate(self.rounds):
+            incoming = [(m, self._empty(m)) for m in messages if m.receiver == rank != m.sender]
             wait = self._transport.start(
-                {self.plan.messages[index].destination: flat for index, flat in current.outgoing.items()},
-                {self.plan.messages[index].source: flat for index, flat in incoming.items()},
+                {m.receiver: flat for m, flat in outgoing}, {m.sender: flat for m, flat in incoming}
             )
-            packed = self._pack_round(number + 1, parameters, sums, staying)  # while this round is in flight
-            for index, flat in current.staying.items():
-                take(index, flat)
+            outgoing = self._pack_round(number + 1, parameters, sums, relays=False)  # while this round is in flight
+            for message in messages:
+                if include_local and message.sender == message.receiver:
+                    on_bucket(message, self.pack(message, parameters))
             try:
                 wait()
             except CheckFailed as error:
-                raise CheckFailed(f"{error}; {self._in_flight(number, str(error))}") from error
-            for index, flat in incoming.items():
-                sums.received[index] = checksum(flat)
-                take(index, flat)
-            self._pack_forwards(number + 1, parameters, incoming, packed, sums)
+                raise CheckFailed(f"{error}; in flight: {self._in_flight(number, str(error))}") from error
+            for message, flat in incoming:
+                sums.received[message.index] = checksum(flat)
+                on_bucket(message, flat)
+            arrived = {relay_buffer(m.sender): flat for m, flat in incoming}
+            outgoing += self._pack_round(number + 1, {**parameters, **arrived}, sums, relays=True)
         return sums
 
-    def pack(self, index: int, parameters: Mapping[str, Tensor]) -> Tensor:
-        """[numel]: the pieces of a message end to end, each in row-major order of its HF tensor."""
-        message, at = self.plan.messages[index], 0
-        flat = torch.empty(message.numel, dtype=self._dtype, device=self._device)
-        for piece in message.pieces:
-            tensor, view = parameters[piece.source.param].detach().view(self._dtype), piece.source  # fp32 as words
-            # as_strided takes absolute offsets: parameters may be views into one big buffer
-            part = tensor.as_strided(piece.shape, view.strides, tensor.storage_offset() + view.offset)
-            flat[at : at + piece.numel].view(piece.shape).copy_(part)
-            at += piece.numel
+    def pack(self, message: Message, memory: Mapping[str, Tensor]) -> Tensor:
+        """[numel]: the message's transfers end to end, each in row-major order of its HF tensor."""
+        flat = self._empty(message)
+        for transfer, part in split_message(message, flat):
+            part.copy_(strided_view(memory[transfer.source.param], transfer.source, transfer.shape, self._dtype))
         return flat
 
-    def bucket(self, index: int) -> str:
-        """In words: its number, its round, its ranks and its tensors."""
-        number = bisect_right(self._first, index)
-        return f"bucket {index + 1} of {len(self.plan.messages)} (round {number}), {self.plan.messages[index]}"
+    def describe(self, message: Message) -> str:
+        """Its number, round, ranks and tensors."""
+        return f"message {message.index + 1} of {self.num_messages} (round {message.round + 1}), {message}"
 
     def _pack_round(
-        self, number: int, parameters: Mapping[str, Tensor], sums: BucketChecksums, staying: bool
-    ) -> _Packed:
-        """What this rank sends of its own in a round, and what stays here; nothing behind the last round."""
-        packed = _Packed()
-        for index, message in self._from_here(number):
-            if message.source == message.destination:
-                if staying:
-                    packed.staying[index] = self.pack(index, parameters)
-            elif not message.is_relay:
-                packed.outgoing[index] = self.pack(index, parameters)
-                sums.sent[index] = checksum(packed.outgoing[index])
+        self, number: int, memory: Mapping[str, Tensor], sums: BucketChecksums, *, relays: bool
+    ) -> list[tuple[Message, Tensor]]:
+        """What this rank sends in a round: either what it relays, or the rest."""
+        messages = self.rounds[number] if number < len(self.rounds) else ()
+        sent = (m for m in messages if m.sender == self._transport.rank != m.receiver and m.is_relay == relays)
+        packed = [(message, self.pack(message, memory)) for message in sent]
+        for message, flat in packed:
+            sums.sent[message.index] = checksum(flat)
         return packed
 
-    def _pack_forwards(
-        self,
-        number: int,
-        parameters: Mapping[str, Tensor],
-        came: Mapping[int, Tensor],  # in the round before
-        packed: _Packed,
-        sums: BucketChecksums,
-    ) -> None:
-        memory = {**parameters, **{arrived(self.plan.messages[index].source): flat for index, flat in came.items()}}
-        for index, message in self._from_here(number):
-            if message.is_relay:
-                packed.outgoing[index] = self.pack(index, memory)
-                sums.sent[index] = checksum(packed.outgoing[index])
+    def _empty(self, message: Message) -> Tensor:
+        return torch.empty(message.numel, dtype=self._dtype, device=self._device)
 
-    def _room(self, number: int) -> dict[int, Tensor]:
-        """Message -> room for it, of those that come to this rank from another."""
-        rank = self._transport.rank
-        return {
-            index: torch.empty(message.numel, dtype=self._dtype, device=self._device)
-            for index, message in self._of_round(number)
-            if message.destination == rank != message.source
-        }
-
-    def _from_here(self, number: int) -> Iterator[tuple[int, Message]]:
-        return ((index, m) for index, m in self._of_round(number) if m.source == self._transport.rank)
-
-    def _of_round(self, number: int) -> Iterator[tuple[int, Message]]:
-        messages = self.plan.rounds[number] if number < len(self.plan.rounds) else ()
-        return enumerate(messages, self._first[number])
-
-    def _in_flight(self, number: int, said: str) -> str:
-        """The buckets that a lost transfer may have been: those of the peers it names, else all of this rank's."""
-        rank = self._transport.rank
-        mine = [
-            (i, m) for i, m in self._of_round(number) if rank in (m.source, m.destination) and m.source != m.destination
-        ]
-        named = [(i, m) for i, m in mine if f"rank {m.source + m.destination - rank} " in said] or mine
-        return f"in flight: {'; '.join(self.bucket(index) for index, _ in named[:4])}"
+    def _in_flight(self, number: int, error: str) -> str:
+        """The messages that a lost transfer may have carried: those of the peers it names, else all of this rank's."""
+        messages = [m for m in self.rounds[number] if m.sender != m.receiver]
+        named = [m for m in messages if f"rank {m.sender + m.receiver - self._transport.rank} " in error] or messages
+        return "; ".join(map(self.describe, named[:4]))

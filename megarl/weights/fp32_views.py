@@ -1,7 +1,7 @@
-"""Tensors that stay fp32 while 16-bit ones move: they travel as twice as many 16-bit words, bit for bit.
+"""Tensors that stay fp32 while 16-bit ones move: seen as twice as many 16-bit elements, bit for bit.
 
-A plan counts in elements of the dtype that moves. In its eyes the last dim of an fp32 tensor is as many times longer
-as the dtype is narrower; whoever packs or writes looks at the tensor's memory the same way.
+A plan counts in elements of the dtype that moves, so the last dim of an fp32 tensor is twice as long in it. Packing and
+writing look at the tensor's memory the same way (`execute.strided_view`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["shapes_fp32_as_16bit", "view_fp32_as_16bit"]
 FP32_BYTES = 4
 
 
-def view_fp32_as_16bit(boxes: Iterable[ShardSlice], fp32: frozenset[str], itemsize: int) -> list[ShardSlice]:
-    """`itemsize`: bytes of what moves. The boxes of `fp32` tensors must hold their last dim in one stretch."""
+def view_fp32_as_16bit(slices: Iterable[ShardSlice], fp32: frozenset[str], itemsize: int) -> list[ShardSlice]:
+    """`itemsize`: bytes of an element that moves. Slices of `fp32` tensors must be contiguous in their last dim."""
     count = FP32_BYTES // itemsize
-    return [_in_words(box, count) if box.name in fp32 and count > 1 else box for box in boxes]
+    return [_widen(part, count) if part.name in fp32 and count > 1 else part for part in slices]
 
 
-def _in_words(box: ShardSlice, count: int) -> ShardSlice:
-    assert box.strides[-1] == 1, f"{box} does not hold the last dim in one stretch"
+def _widen(part: ShardSlice, count: int) -> ShardSlice:
+    assert part.strides[-1] == 1, f"{part} is not contiguous in its last dim"
     return replace(
-        box,
-        start=(*box.start[:-1], box.start[-1] * count),
-        shape=(*box.shape[:-1], box.shape[-1] * count),
-        offset=box.offset * count,
-        strides=(*(stride * count for stride in box.strides[:-1]), 1),
+        part,
+        start=(*part.start[:-1], part.start[-1] * count),
+        shape=(*part.shape[:-1], part.shape[-1] * count),
+        offset=part.offset * count,
+        strides=(*(stride * count for stride in part.strides[:-1]), 1),
     )
 
 

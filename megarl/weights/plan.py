@@ -1,34 +1,41 @@
-"""Which bytes go where, decided once: pure arithmetic over boxes, no torch, no cluster.
+"""The plan of a weight sync: which bytes go from which rank to which, in which round. No torch, no communication.
 
-    boxes each source rank holds  x  boxes each destination rank keeps  --make_plan-->  rounds of messages
+    tables and a fleet | every rank's slices --> transfer groups --> senders --> rounds --> Plan --lower--> RankPlan
 
-A piece is the part of one HF tensor that a source box and a destination box share. A destination takes a
-piece from itself when it holds it, else from the least loaded rank of its node that does. What no rank of a node
-holds and several keep is sent to one of them, and copied on from the bucket it arrived in a round later: it crosses
-the network once. Pieces are cut along dim 0 and gathered into rounds, so that no rank sends or receives more than
-`bucket_bytes` in a round; in a round there is one flat message per (source, destination). Tensors go in the order
-the engine keeps its layers, so a layer opened in one round closes soon after.
+All ranks compute the same Plan as arrays over messages; each lowers its own messages to transfers. In a round there is
+at most one flat message for each (sender, receiver), and no rank sends or receives more than `round_bytes`, unless a
+single row is larger. A rank may be a sender, a receiver or both.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megarl.models.shards import ShardSlice
+import numpy as np
 
-__all__ = ["Message", "Piece", "Plan", "View", "arrived", "find_gaps", "intersect", "make_piece", "make_plan"]
+from megarl.models.registry import megatron_table
+from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice, Style
+from megarl.weights.fleet import Fleet
+from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
+from megarl.weights.plan_rounds import assign_rounds
+from megarl.weights.senders import Hops, Ints, Placement, assign_senders
 
-Boxes = Sequence[Sequence[ShardSlice]]  # [rank] -> what it holds
+__all__ = [
+    "Message", "Plan", "RankPlan", "SlicesByRank", "Transfer", "View", "find_gaps", "plan_recorded", "plan_transfers",
+    "relay_buffer",
+]  # fmt: skip
+
+GROUPS_PER_ROUND = 16  # groups are cut to a size of which so many fill a round
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a piece lies in a rank's memory: `param` seen with `strides` from `offset`, in elements."""
+    """Part of a rank's memory: `param` viewed with `strides` from `offset`, in elements."""
 
     param: str
     offset: int
@@ -36,13 +43,17 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """[start, start + shape) of HF tensor `name`, where it is and where it goes."""
+class Transfer:
+    """[start, start + shape) of HF tensor `name`, where the sender reads it and where the receiver writes it.
+
+    A relayed one is read from the flat message that came from another rank one round before: the source's `param` is
+    then `relay_buffer` of that rank.
+    """
 
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    source: View  # of a parameter; of a piece copied on: of the bucket of the round before, param is `arrived(from)`
+    source: View
     destination: View
     is_relay: bool = False
 
@@ -53,246 +64,220 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One flat buffer of one round: its pieces end to end, in order. `source == destination`: nothing travels."""
+    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: nothing travels."""
 
-    source: int
-    destination: int
-    pieces: tuple[Piece, ...]
+    index: int  # among all messages of the plan
+    round: int
+    sender: int
+    receiver: int
+    transfers: tuple[Transfer, ...]
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
+        return sum(transfer.numel for transfer in self.transfers)
 
     @property
     def is_relay(self) -> bool:
-        """Some of it must have arrived before it can be packed."""
-        return any(piece.is_relay for piece in self.pieces)
+        """Some of it must have arrived, in the round before, when it is packed."""
+        return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
-        names = sorted({piece.name for piece in self.pieces})
+        names = sorted({transfer.name for transfer in self.transfers})
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        how = " (copied on)" if self.is_relay else ""
-        return f"rank {self.source} -> rank {self.destination}{how}: {', '.join(names[:3])}{rest}"
+        relayed = " (relayed)" if self.is_relay else ""
+        return f"rank {self.sender} -> rank {self.receiver}{relayed}: {', '.join(names[:3])}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The messages that a rank sends, receives or keeps, round by round (some rounds may be empty)."""
+
+    rank: int
+    itemsize: int
+    rounds: tuple[tuple[Message, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What moves between two ranks, a transfer group of one layer a row, ordered by (round, sender, receiver)."""
+
+    group: Ints
+    layer: Ints  # EMBEDDING, 0.., and the head as a layer behind the last
+    expert: Ints  # -1: none
+    sender: Ints
+    receiver: Ints
+    round: Ints
+    via: Ints  # of a relayed row, the rank its sender received it from one round before; else -1
+    offset: Ints  # elements before it in its message
+    numel: Ints
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds of one sync, the same on every rank."""
+    """All messages of one sync, the same on every rank. Arrays are over messages, by (round, sender, receiver)."""
 
-    rounds: tuple[tuple[Message, ...], ...]
     itemsize: int  # bytes of an element
-
-    @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        return tuple(message for round_ in self.rounds for message in round_)
+    num_rounds: int
+    message_round: Ints
+    message_sender: Ints
+    message_receiver: Ints
+    message_bytes: Ints
+    rows: Rows
+    first_row: Ints  # [messages + 1]
+    placement: Placement
 
     @property
     def bytes_kept(self) -> int:
-        return self.itemsize * sum(message.numel for message in self.messages)
+        """All that receivers keep, what they hold already included."""
+        return int(self.message_bytes.sum())
 
     @property
     def bytes_received(self) -> int:
-        """What crosses a border between ranks; a rank receives only what it keeps."""
-        return self.itemsize * sum(m.numel for m in self.messages if m.source != m.destination)
+        """What moves between ranks: a rank receives only what it keeps and does not hold."""
+        return int(self.message_bytes[self.message_sender != self.message_receiver].sum())
+
+    @property
+    def bytes_relayed(self) -> int:
+        return int(self.itemsize * self.rows.numel[self.rows.via >= 0].sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over every message in order; ranks compare theirs before the first byte moves."""
-        digest = hashlib.sha256(str(self.itemsize).encode())
-        for number, round_ in enumerate(self.rounds):
-            for message in round_:
-                digest.update(f"{number} {message!r}".encode())
+        """sha256 over all rows and transfer groups; ranks compare theirs before the first byte moves."""
+        digest = hashlib.sha256(repr((self.itemsize, self.placement.groups)).encode())
+        for name in Rows.__dataclass_fields__:
+            digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
         return digest.hexdigest()
 
+    def lower(self, rank: int) -> RankPlan:
+        mine = np.flatnonzero((self.message_sender == rank) | (self.message_receiver == rank))
+        rounds: list[list[Message]] = [[] for _ in range(self.num_rounds)]
+        for index in mine.tolist():
+            number = int(self.message_round[index])
+            ends = int(self.message_sender[index]), int(self.message_receiver[index])
+            rows = range(int(self.first_row[index]), int(self.first_row[index + 1]))
+            transfers = tuple(transfer for row in rows for transfer in self._transfers(row))
+            rounds[number].append(Message(index, number, *ends, transfers))
+        return RankPlan(rank, self.itemsize, tuple(map(tuple, rounds)))
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """One rectangle of a tensor and the ranks that hold it, each with its own box."""
+    def _transfers(self, row: int) -> Iterator[Transfer]:
+        rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
+        place = (int(rows.layer[row]), int(rows.expert[row]))
+        sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
+        for overlap in self.placement.groups[int(rows.group[row])].overlaps:
+            destination = self.placement.destination(overlap, receiver, *place)
+            start, shape = overlap.start, overlap.shape
+            if len(destination.shape) > len(shape):  # the tensor holds all experts
+                start, shape = (place[1], *start), (1, *shape)
+            if via >= 0:
+                strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+                source = View(relay_buffer(via), offset, strides)
+                offset += overlap.numel
+            else:
+                source = _view(self.placement.source(overlap, sender, *place), start)
+            yield Transfer(destination.name, start, shape, source, _view(destination, start), via >= 0)
 
-    box: ShardSlice
-    holders: Mapping[int, ShardSlice]
+
+def relay_buffer(sender: int) -> str:
+    """The `View.param` that stands for the message which came from `sender` one round before."""
+    return f"message from rank {sender}"
 
 
-def make_plan(
-    sources: Boxes, destinations: Boxes, *, itemsize: int, bucket_bytes: int, ranks_per_node: int | None = None
+def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
+    steps = (stride * (s - b) for s, b, stride in zip(start, part.start, part.strides, strict=True))
+    return View(part.param, part.offset + sum(steps), part.strides)
+
+
+def plan_transfers(
+    shape: ModelShape, fleet: Fleet, *, padded_vocab: int, itemsize: int, round_bytes: int, style: Style = "te"
 ) -> Plan:
-    """Every element of every destination box exactly once, from whoever holds it.
+    """From the tables of trainer and engine.
 
-    `ranks_per_node`: ranks of a node, numbered node by node; None: all are on one, and nothing is copied on.
-    Raises ValueError naming the tensor when sources leave a gap or overlap.
+    `padded_vocab`: rows of the trainer's embedding over all its tensor ranks. `style`: the layer spec of its modules.
+    Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
     """
-    held = _held(sources)
-    dealer = _Dealer(_Packer(max(1, bucket_bytes // itemsize)), ranks_per_node or max(len(sources), len(destinations)))
-    for name, wanted in _wanted(destinations):
-        found = [0] * len(wanted)
-        for shared in held.get(name, ()):
-            # (start, shape, node) -> those of `wanted` that keep it; replicas and repeated heads keep the same region
-            regions: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[tuple[int, ShardSlice]]] = {}
-            for index, (rank, box) in enumerate(wanted):
-                overlap = intersect(shared.box, box)
-                if overlap is not None:
-                    found[index] += prod(overlap[1])
-                    regions.setdefault((*overlap, dealer.node(rank)), []).append((rank, box))
-            for (start, shape, node), keepers in regions.items():
-                dealer.deal(shared, start, shape, node, keepers)
-        for (rank, box), numel in zip(wanted, found, strict=True):
-            if numel != box.numel:
-                raise ValueError(
-                    f"{name}: rank {rank} keeps {box.numel} elements from {box.start} of shape {box.shape}, "
-                    f"the sources hold {numel} of them"
-                )
-    return Plan(dealer.packer.rounds(), itemsize)
-
-
-def arrived(source: int) -> str:
-    """The `View.param` that stands for the bucket which came from `source` a round before."""
-    return f"arrived from rank {source}"
-
-
-def find_gaps(expected: Mapping[str, tuple[int, ...]], boxes: Boxes) -> list[str]:
-    """What `boxes` of all these ranks together lack of the expected tensors, or hold beyond them; [] when complete."""
-    held, gaps = _held(boxes), []
-    for name, shape in expected.items():
-        found = sum(shared.box.numel for shared in held.get(name, ()))
-        if found != prod(shape):
-            gaps.append(f"{name} ({found} of {prod(shape)} elements)" if found else f"{name} (absent)")
-    gaps += [f"{name} (not a tensor of this model)" for name in held if name not in expected]
-    return gaps
-
-
-def _held(sources: Boxes) -> dict[str, list[_Shared]]:
-    """Each tensor's distinct rectangles; replicas of one rectangle are holders of it."""
-    by_name: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, ShardSlice]]] = {}
-    for rank, boxes in enumerate(sources):
-        for box in boxes:
-            holders = by_name.setdefault(box.name, {}).setdefault((box.start, box.shape), {})
-            holders.setdefault(rank, box)
-    held = {}
-    for name, rectangles in by_name.items():
-        shared = [_Shared(next(iter(holders.values())), holders) for holders in rectangles.values()]
-        for i, one in enumerate(shared):
-            for other in shared[i + 1 :]:
-                if intersect(one.box, other.box) is not None:
-                    raise ValueError(
-                        f"{name}: two source rectangles overlap, {one.box.start}+{one.box.shape} "
-                        f"and {other.box.start}+{other.box.shape}"
-                    )
-        held[name] = shared
-    return held
-
-
-def _wanted(destinations: Boxes) -> Iterator[tuple[str, list[tuple[int, ShardSlice]]]]:
-    """Each tensor with the boxes ranks keep of it, in the order the engines keep their layers, all ranks at a time."""
-    by_name: dict[str, list[tuple[int, ShardSlice]]] = {}
-    place: dict[str, int] = {}
-    for rank, boxes in enumerate(destinations):
-        for number, box in enumerate(boxes):
-            by_name.setdefault(box.name, []).append((rank, box))
-            place[box.name] = min(number, place.get(box.name, number))
-    yield from sorted(by_name.items(), key=lambda item: place[item[0]])
-
-
-def intersect(one: ShardSlice, other: ShardSlice) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(start, shape) of what both hold."""
-    start = tuple(map(max, one.start, other.start))
-    shape = tuple(
-        min(a + n, b + m) - s
-        for a, n, b, m, s in zip(one.start, one.shape, other.start, other.shape, start, strict=True)
+    table, max_numel = (
+        megatron_table(shape, style=style, padded_vocab=padded_vocab),
+        _max_numel(round_bytes // itemsize, fleet.ranks_per_node),
     )
-    return None if any(size <= 0 for size in shape) else (start, shape)
+    return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
 
 
-def _cut(
-    start: tuple[int, ...], shape: tuple[int, ...], limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Slices along dim 0 of at most `limit` elements; a single row may be more."""
-    rows = max(1, limit // max(1, prod(shape[1:])))
-    for first in range(0, shape[0], rows):
-        yield (start[0] + first, *start[1:]), (min(rows, shape[0] - first), *shape[1:])
+def plan_recorded(
+    sources: SlicesByRank,
+    destinations: SlicesByRank,
+    *,
+    itemsize: int,
+    round_bytes: int,
+    ranks_per_node: int | None = None,
+) -> Plan:
+    """From the slices that every rank holds and keeps, where a family has no table. Receivers list theirs in the order
+    of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
+
+    Raises ValueError naming the tensor when the sources overlap or do not hold all that is kept.
+    """
+    world = max(len(sources), len(destinations))
+    per_node = min(ranks_per_node or world, world)
+    max_numel = _max_numel(round_bytes // itemsize, per_node)
+    return _plan(RecordedSlices(sources, destinations, per_node, max_numel), itemsize, round_bytes)
 
 
-def make_piece(
-    name: str, start: tuple[int, ...], shape: tuple[int, ...], source: ShardSlice, destination: ShardSlice
-) -> Piece:
-    def view(box: ShardSlice) -> View:
-        at = sum((s - b) * stride for s, b, stride in zip(start, box.start, box.strides, strict=True))
-        return View(box.param, box.offset + at, box.strides)
-
-    return Piece(name, start, shape, view(source), view(destination))
+def _max_numel(round_numel: int, ranks_per_node: int) -> int:
+    """Of a group: even all copies that one rank relays within its node fit into a round."""
+    return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
-class _Dealer:
-    """Says who sends a region to whom, the least busy first."""
-
-    def __init__(self, packer: _Packer, ranks_per_node: int) -> None:
-        self.packer = packer
-        self._node_ranks = ranks_per_node
-        self._sent: dict[int, int] = defaultdict(int)  # elements each rank sends of its own
-        self._taken: dict[int, int] = defaultdict(int)  # elements each rank gets from who holds them
-
-    def node(self, rank: int) -> int:
-        return rank // self._node_ranks
-
-    def deal(
-        self,
-        shared: _Shared,
-        start: tuple[int, ...],
-        shape: tuple[int, ...],
-        node: int,
-        keepers: Sequence[tuple[int, ShardSlice]],  # on that node
-    ) -> None:
-        near = [rank for rank in shared.holders if self.node(rank) == node]
-        foreign = {rank: box for rank, box in keepers if rank not in shared.holders}
-        onward: dict[int, ShardSlice] = {}
-        if not near and len(foreign) > 1:
-            first = min(foreign, key=lambda rank: (self._taken[rank], rank))
-            onward = {rank: box for rank, box in foreign.items() if rank != first}
-        for rank, box in keepers:
-            if onward.get(rank) is box:
-                continue
-            source = rank
-            if rank in foreign:
-                source = min(near or shared.holders, key=lambda rank: (self._sent[rank], rank))
-                self._sent[source] += prod(shape)
-                self._taken[rank] += prod(shape)
-            copies = onward if foreign.get(rank) is box else {}
-            for at, size in _cut(start, shape, self.packer.limit // max(1, len(copies))):
-                piece = make_piece(shared.box.name, at, size, shared.holders[source], box)
-                views = {other: make_piece(shared.box.name, at, size, kept, kept) for other, kept in copies.items()}
-                self.packer.add(source, rank, piece, {other: copy.destination for other, copy in views.items()})
+def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
+    hops, sizes = assign_senders(placement), np.array([group.numel for group in placement.groups], dtype=np.int64)
+    rounds = assign_rounds(hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize))
+    rows = _rows(hops, rounds, sizes)
+    first = _first_rows(rows.sender, rows.receiver, rows.round)
+    return Plan(
+        itemsize=itemsize,
+        num_rounds=int(rows.round.max(initial=-1)) + 1,
+        message_round=rows.round[first[:-1]],
+        message_sender=rows.sender[first[:-1]],
+        message_receiver=rows.receiver[first[:-1]],
+        message_bytes=itemsize * np.add.reduceat(rows.numel, first[:-1]),
+        rows=rows,
+        first_row=first,
+        placement=placement,
+    )
 
 
-class _Packer:
-    """Fills rounds in order; a new one starts when a piece would take what a rank sends or receives over the limit."""
+def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
+    """Hops and relays, by message."""
+    relayed, count = hops.relay_hop, len(hops.group)
+    sender = np.concatenate([hops.sender, hops.receiver[relayed]])
+    receiver = np.concatenate([hops.receiver, hops.relay_receiver])
+    rounds = np.concatenate([rounds, rounds[relayed] + 1])
+    order = np.lexsort((receiver, sender, rounds))
+    hop = np.concatenate([np.arange(count), relayed])[order]
+    columns = (hops.group[hop], hops.layer[hop], hops.expert[hop], sender[order], receiver[order], rounds[order])
+    numel, first = sizes[columns[0]], _first_rows(*columns[3:])
+    before = np.cumsum(numel) - numel
+    offset = before - np.repeat(before[first[:-1]], np.diff(first))
+    # what is relayed is read where it lies in the message of the first hop
+    row_of_hop, is_relay = np.empty(len(order), dtype=np.int64), order >= count
+    row_of_hop[order] = np.arange(len(order))
+    offset[is_relay] = offset[row_of_hop[hop[is_relay]]]
+    return Rows(*columns, np.where(is_relay, hops.sender[hop], np.int32(-1)), offset, numel)
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # elements
-        self._round = 0
-        self._messages: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)  # (round, source, destination)
-        self._filled: dict[tuple[int, str, int], int] = defaultdict(int)  # (round, way, rank) -> elements
 
-    def add(self, source: int, destination: int, piece: Piece, onward: Mapping[int, View]) -> None:
-        """`onward`: ranks that `destination` copies the piece on to, in the round after."""
-        numel = piece.numel
-        loads = [(0, "out", source, numel), (0, "in", destination, numel)]
-        loads += [(1, "in", rank, numel) for rank in onward]
-        loads += [(1, "out", destination, numel * len(onward))] if onward else []
-        while any(0 < self._filled[self._round + d, way, r] > self.limit - n for d, way, r, n in loads):
-            self._round += 1
-        now = self._round
-        message = self._messages[now, source, destination]
-        if onward:
-            strides = tuple(prod(piece.shape[axis + 1 :]) for axis in range(len(piece.shape)))
-            lies = View(arrived(source), sum(earlier.numel for earlier in message), strides)
-            for rank, view in onward.items():
-                copy = replace(piece, source=lies, destination=view, is_relay=True)
-                self._messages[now + 1, destination, rank].append(copy)
-        message.append(piece)
-        for later, way, rank, load in loads:
-            self._filled[now + later, way, rank] += load
+def _first_rows(*columns: Ints) -> Ints:
+    """[messages + 1] where runs of equal values begin, and the number of rows."""
+    changes = [np.diff(column, prepend=-1) != 0 for column in columns]
+    return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
 
-    def rounds(self) -> tuple[tuple[Message, ...], ...]:
-        found: list[list[Message]] = [[] for _ in range(1 + max((now for now, *_ in self._messages), default=-1))]
-        for (now, source, destination), pieces in sorted(self._messages.items(), key=lambda item: item[0]):
-            found[now].append(Message(source, destination, tuple(pieces)))
-        return tuple(map(tuple, found))
+
+def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:
+    """What the slices of all these ranks together lack of the expected tensors, or hold beyond them; [] if complete."""
+    rectangles = {(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}
+    numel: dict[str, int] = {}
+    for name, _, shape in sorted(rectangles):
+        numel[name] = numel.get(name, 0) + prod(shape)
+    gaps = [
+        f"{name} ({numel[name]} of {prod(shape)} elements)" if name in numel else f"{name} (absent)"
+        for name, shape in expected.items()
+        if numel.get(name, 0) != prod(shape)
+    ]
+    return gaps + [f"{name} (not a tensor of this model)" for name in numel if name not in expected]

@@ -20,13 +20,12 @@ from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
 from megarl.launch.checks import probe_tokens, score_rows
-from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shape import read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.trainer.bridged import Bridged, record
-from megarl.weights.publish import Probe, Publisher
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
 WORLD = 2
@@ -148,16 +147,22 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     policy = bench.policy(model, config_of(parallel), shape)
     tokens_NL = probe_tokens(shape.vocab, length=24)
     trainer = partial(score_rows, policy.trainer)
-    publisher = Publisher.connect(
-        sources=policy.trainer.slices_by_rank(),
-        expected=policy.trainer.hf_shapes(),
-        parameters=policy.trainer.parameters_by_name,
-        receiver=engine.receiver,
+    weights, transport = WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
+    plan = plan_slices(
+        weights,
+        policy.trainer.slices_by_rank(),
+        transport.gather(list(engine.receiver.slices)),
         ranks_per_replica=tensor,
-        transport=Collective(),
-        dtype=torch.float32,
+        round_bytes=256 << 20,
+    )
+    publisher = Publisher.connect(
+        plan,
+        WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
+        engine.receiver,
+        transport,
+        weights,
+        ranks_per_replica=tensor,
         probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),
-        fp32=fp32_tensors(shape),
     )
     scored, errors, stale = policy.score(random_batch(num_rows=8)), [], []
     for version in range(3):

@@ -18,7 +18,7 @@ from megarl.config.schema import Create, Train
 from megarl.debug.layout_check import check_layouts, compare, prompt_rows
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt
 

@@ -30,7 +30,7 @@ from megarl.config.schema import Create, Train
 from megarl.launch.phases import TimedPhases
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 

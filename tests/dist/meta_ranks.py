@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.layout import Layout, Parallel
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import read_model
+from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
 
 megatron_on_cpu.install()

@@ -3,7 +3,7 @@
     python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR...      (under RANK, WORLD_SIZE, ...)
     python sync_ranks.py FOLDER dies MODEL                  the last rank does, in the middle of a sync
 
-The "trainer" is a plain holder of Megatron-named parameters, filled through the boxes; the oracle is the
+The "trainer" is a plain holder of Megatron-named parameters, filled through the slices; the oracle is the
 transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
 """
 
@@ -24,14 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.engine import engine_slices
+from megarl.models.registry import hf_shapes, megatron_slices, read_model
+from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.types import CheckFailed, Prompt, Sample
-from megarl.weights.publish import Probe, Publisher
+from megarl.weights.fleet import Fleet
+from megarl.weights.plan import plan_transfers
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
@@ -141,19 +143,19 @@ class Reference:
         return worst
 
 
-def holder(boxes: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's parameters under Megatron's names; what no box covers is NaN, so that sending it would show."""
+def holder(slices: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's parameters under Megatron's names; what no part covers is NaN, so that sending it would show."""
     sizes: dict[str, int] = {}
-    for box in boxes:
-        last = sum((n - 1) * stride for n, stride in zip(box.shape, box.strides, strict=True))
-        sizes[box.param] = max(sizes.get(box.param, 0), box.offset + last + 1)
+    for part in slices:
+        last = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
+        sizes[part.param] = max(sizes.get(part.param, 0), part.offset + last + 1)
     found = {name: torch.full((size + 3,), torch.nan)[:size] for name, size in sizes.items()}
-    for box in boxes:
-        whole = weights[box.name]
-        if len(box.shape) > whole.dim():
+    for part in slices:
+        whole = weights[part.name]
+        if len(part.shape) > whole.dim():
             whole = whole.unflatten(-1, (-1, 2))
-        part = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
-        found[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
+        values = whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))]
+        found[part.param].as_strided(part.shape, part.strides, part.offset).copy_(values)
     return found
 
 
@@ -202,30 +204,45 @@ class Launch:
         transport: Collective | None = None,
         drop: str | None = None,
         moved: str | None = None,  # the table puts it elsewhere
-        is_staged: bool = True,
+        is_atomic: bool = True,
     ) -> Publisher:
+        fleet = Fleet(
+            parallel,
+            self.world,
+            tensor=self.tensor,
+            replicas=self.world // self.tensor,
+            ranks_per_node=self.world,
+            is_split=False,
+        )
         padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
-        sources = []
-        for rank in range(self.world):
-            layout = Layout.of(parallel, self.world, rank)
-            boxes = megatron_slices(self.shape, layout, style="local", padded_vocab=padded)
-            sources.append([box for box in boxes if box.name != drop])
-        self.boxes = sources[self.rank]
-        self.held = holder(self.boxes, self.reference.weights)
-        table = engine_slices(self.shape, engine_layout(tensor=self.tensor, rank=self.rank % self.tensor))
+        self.slices = megatron_slices(self.shape, fleet.trainer_layout(self.rank), style="local", padded_vocab=padded)
+        self.held = holder(self.slices, self.reference.weights)
+        weights = WeightFormat(self.reference.shapes, torch.float32)
+        transport = transport or Collective()
+        if drop:
+            plan = plan_slices(
+                weights,
+                transport.gather([part for part in self.slices if part.name != drop]),
+                transport.gather(list(self.engine.receiver.slices)),
+                ranks_per_replica=self.tensor,
+                round_bytes=64 << 10,
+            )
+        else:
+            plan = plan_transfers(
+                self.shape, fleet, padded_vocab=padded, itemsize=4, round_bytes=64 << 10, style="local"
+            )
+        table = engine_slices(self.shape, fleet.engine_layout(self.rank))
         bound = 1e-4
         return Publisher.connect(
-            sources=sources,
-            expected=self.reference.shapes,
-            parameters=lambda: self.held,
-            receiver=self.engine.receiver,
+            plan,
+            WeightSender(self.slices, lambda: self.held),
+            self.engine.receiver,
+            transport,
+            weights,
             ranks_per_replica=self.tensor,
-            transport=transport or Collective(),
-            dtype=torch.float32,
-            bucket_bytes=64 << 10,
             probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, bound, bound, always=True),
-            table=[replace(box, offset=box.offset + (box.name == moved)) for box in table],
-            is_staged=is_staged,
+            table=[replace(part, offset=part.offset + (part.name == moved)) for part in table],
+            is_atomic=is_atomic,
         )
 
     def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
@@ -235,7 +252,7 @@ class Launch:
 
     def change(self, seed: int) -> None:
         self.reference.change(seed)
-        self.held = holder(self.boxes, self.reference.weights)
+        self.held = holder(self.slices, self.reference.weights)
 
 
 def refused(call) -> str:
@@ -296,7 +313,7 @@ def torn(launch: Launch, parallel: Parallel) -> dict:
     publisher.publish(version=49)
     seen["healed"] = launch.reference.error(launch.sample(49), 0.7)
     launch.reference.change(96)
-    streamed = launch.connect(parallel, link, is_staged=False)
+    streamed = launch.connect(parallel, link, is_atomic=False)
     streamed.publish(version=50)
     seen["streamed"] = launch.reference.error(launch.sample(50), 0.7)
     link.flips = True
@@ -319,11 +336,11 @@ def faults(launch: Launch) -> dict:
         del launch.held["decoder.layers.1.self_attention.linear_proj.weight"]
     seen["missing parameter"] = refused(lambda: good.publish(version=51))
     seen["after missing"] = refused(lambda: launch.sample(51))
-    launch.held = holder(launch.boxes, launch.reference.weights)
+    launch.held = holder(launch.slices, launch.reference.weights)
     launch.reference.change(98)  # the trainer now scores with weights it does not send
     seen["probe"] = refused(lambda: good.publish(version=52))
     seen["after probe"] = refused(lambda: launch.sample(52))
-    launch.held = holder(launch.boxes, launch.reference.weights)
+    launch.held = holder(launch.slices, launch.reference.weights)
     good.publish(version=53)
     seen["recovered"] = launch.reference.error(launch.sample(53), 0.7)
     return seen

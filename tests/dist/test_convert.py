@@ -14,8 +14,7 @@ from trainer_cases import save_model
 
 from megarl.launch.convert import run_convert
 from megarl.layout import Parallel
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import read_model
+from megarl.models.registry import hf_shapes, read_model
 
 pytestmark = pytest.mark.long  # four ranks that build two actors a model
 MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3")

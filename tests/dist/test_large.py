@@ -22,8 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from megarl.config.load import load_config
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_layout, engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-from megarl.models.shape import read_model
+from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
 from megarl.planner.weight_sync import fleet_of
 from megarl.weights.plan import find_gaps
 

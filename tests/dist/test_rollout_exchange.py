@@ -31,5 +31,5 @@ def test_each_replica_samples_its_share_and_its_first_rank_scores(seen):
 def test_failures_reach_every_rank(seen):
     for rank in seen:
         assert rank["broken"] == "RuntimeError: rank 2 could not sample: OSError: the scorer is gone"
-        assert rank["drifted"].startswith("CheckFailed: ranks 2..3 of one engine replica sampled different tokens")
+        assert rank["drifted"].startswith("CheckFailed: ranks 2..3 of an engine replica sampled different tokens")
         assert rank["after"] == 1

@@ -94,8 +94,8 @@ def test_layouts_covered(four):
 def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
     for rank in request.getfixturevalue(launched):
         faults = rank["faults"]
-        for flipped in ("flipped", "flipped, streamed"):  # which bucket, of which ranks and tensors
-            where = r"were not received as sent: bucket \d+ of \d+ \(round \d+\), rank \d -> rank \d: (model|lm_head)"
+        for flipped in ("flipped", "flipped, streamed"):  # which message, of which ranks and tensors
+            where = r"were not received as sent: message \d+ of \d+ \(round \d+\), rank \d -> rank \d: (model|lm_head)"
             assert re.search(where, faults[flipped]), faults[flipped]
         assert "The engine keeps the version it had" in faults["flipped"]
         assert faults["kept"] and all(faults["kept"]), "the same tokens and log-probs as before"
@@ -116,6 +116,6 @@ def test_the_engine_answers_as_before_when_a_rank_dies_in_the_middle_of_a_sync(t
     said = [process.communicate(timeout=150)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 9], "\n".join(text[-2000:] for text in said)
     seen = json.loads((tmp_path / "rank_0.json").read_text())
-    assert re.search(r"rank 1 did not .* in flight: bucket \d+ of \d+ .*rank \d -> rank \d: model", seen["said"]), seen
+    assert re.search(r"rank 1 did not .* in flight: message \d+ of \d+ .*rank \d -> rank \d: model", seen["said"]), seen
     assert "The engine keeps the version it had" in seen["said"]
     assert seen["same"], "version 1, with the log-probs it had"

@@ -12,7 +12,8 @@ from torch import Tensor
 from megarl.algorithms.objective import Objective
 from megarl.config.schema import Config
 from megarl.layout import Layout
-from megarl.models.shape import ModelShape, read_model
+from megarl.models.registry import read_model
+from megarl.models.shape import ModelShape
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
 from megarl.types import LogProbs, ScoredBatch, StepReport, TrainBatch

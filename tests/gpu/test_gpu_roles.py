@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from megarl.config.schema import Config, Train
 from megarl.layout import Axis, Layout
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.platform.env import Env
 from megarl.trainer.microbatch import pack
 from megarl.trainer.trainer import Trainer
@@ -41,7 +41,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
     from megarl.rollout.engine import Engine, EngineSpec
     from megarl.types import Prompt
-    from megarl.weights.publish import Publisher
+    from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
     from megarl.weights.transports.inprocess import InProcess
 
     join(folder)
@@ -58,17 +58,12 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
-    boxes = megatron_slices(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
-    held = {name: value.bfloat16().to(DEVICE) for name, value in holder(boxes, weights).items()}
-    publisher = Publisher.connect(
-        sources=[boxes],
-        expected=shapes,
-        parameters=lambda: held,
-        receiver=engine.receiver,
-        ranks_per_replica=1,
-        transport=InProcess(),
-        dtype=torch.bfloat16,
-    )
+    slices = megatron_slices(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
+    held = {name: value.bfloat16().to(DEVICE) for name, value in holder(slices, weights).items()}
+    format_ = WeightFormat(shapes, torch.bfloat16)
+    plan = plan_slices(format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20)
+    sender = WeightSender(slices, lambda: held)
+    publisher = Publisher.connect(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
 
     def answers(version: int) -> list[tuple[list[int], list[float]]]:

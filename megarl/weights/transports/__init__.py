@@ -1,4 +1,4 @@
-"""How a round of flat buckets travels, and how ranks agree: one small contract, one file per way."""
+"""How messages travel and how ranks agree: one contract, a file for each implementation."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ class Transport(Protocol):
     def world(self) -> int: ...
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send `outgoing[rank]` and fill `incoming[rank]`, both flat; call the result to wait for all of it."""
+        """Send the flat `outgoing[rank]` and fill the flat `incoming[rank]`; returns what waits for all of it."""
         ...
 
     def barrier(self, what: str) -> None:
-        """Every rank has come to `what`. Raises CheckFailed naming those that have not, in time."""
+        """Wait for every rank to reach `what`. Raises CheckFailed naming those that do not, in time."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
         ...
 
-    def max(self, values: Tensor) -> Tensor:
-        """The largest over all ranks, element by element, on each of them."""
-        ...
-
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's small control value, by rank. Never weights."""
+        """A small control value of every rank, by rank. Never weights."""
         ...

@@ -1,4 +1,4 @@
-"""One process trains and samples: nothing travels, nobody else has to agree."""
+"""One process trains and samples: nothing travels and there is nobody to agree with."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ class InProcess:
     def barrier(self, what: str) -> None: ...
 
     def sum(self, values: Tensor) -> Tensor:
-        return values
-
-    def max(self, values: Tensor) -> Tensor:
         return values
 
     def gather(self, value: Any) -> list[Any]:

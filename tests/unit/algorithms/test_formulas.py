@@ -176,7 +176,7 @@ def test_cispo_keeps_every_gradient(log_ratio):
 
 def test_gspo_refuses_advantages_that_differ_within_a_row():
     zeros, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="one advantage a row"):
+    with pytest.raises(ValueError, match="one advantage per row"):
         LOSSES["gspo"](zeros, zeros, torch.tensor([1.0, 1.0, 1.0, 2.0]), mask, torch.tensor([0, 2, 4]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from megarl.algorithms import (
     VALUE_LOSSES,
     WEIGHTS,
     Stats,
-    spans,
     whiten,
     whiten_stats,
 )
@@ -136,20 +134,6 @@ def test_advantages_do_not_depend_on_the_order_of_rows(name, rows, random):
     ours = advantages(name, rows)
     shuffled = torch.cat([ours[rows.spans[row]] for row in order])
     torch.testing.assert_close(advantages(name, rows.reordered(order)), shuffled, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=30)
-@given(batches(), st.booleans())
-def test_few_spans_and_single_tokens_give_the_same(name, rows, is_whitened):
-    """Rows as spans of equal advantages are an economy, no other maths."""
-    options = {"whiten": is_whitened}
-    with patch.object(spans, "RARE", -1.0):
-        every_token = advantages(name, rows, **options)
-    with patch.object(spans, "RARE", 1.0):
-        ours = advantages(name, rows, **options)
-        assert torch.equal(advantages(name, rows.poisoned(), **options), ours)
-    torch.testing.assert_close(ours, every_token, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

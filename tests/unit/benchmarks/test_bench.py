@@ -1,9 +1,10 @@
-"""The frame of `megarl bench`, on contenders written here."""
+"""The frame of the benchmarks on contenders written here, and the smallest case of each benchmark."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import contender
-from benchmarks.frame import Case, Contender, run_case
+from benchmarks.frame import Case, Contender, Outcome, run_case
 from benchmarks.names import BENCHES, Bench, cases
-from benchmarks.run import bench
-from megarl.cli import main
+from benchmarks.packing import pack_mffd
+from benchmarks.run import bench, describe
 
 THREADS = torch.get_num_threads()  # left as they are: other tests run in this process
 CONTENDERS = """
@@ -65,13 +66,13 @@ def request(function: str, output: Path | None = None) -> dict:
     return {"function": function, "arguments": arguments, "threads": [THREADS], "call_s": 0.01, "output": where}
 
 
-def test_a_contender_tells_its_time_memory_and_output(contenders: None, tmp_path: Path) -> None:
-    told = contender.main(request("contenders:slow", tmp_path / "out.npy"))
-    assert told["seconds"] == {str(THREADS): 0.25}, "it measures itself"
-    assert told["cpu_seconds"] == {str(THREADS): None}, "what works then is not known"
-    assert told["figures"] == {"blocks": 1.0}
-    assert told["peak_bytes"] > 20 << 20
-    assert told["versions"].keys() >= {"python", "torch", "megarl"}
+def test_a_contender_reports_its_time_memory_and_output(contenders: None, tmp_path: Path) -> None:
+    report = contender.main(request("contenders:slow", tmp_path / "out.npy"))
+    assert report["seconds"] == {str(THREADS): 0.25}, "the call measures itself"
+    assert report["cpu_seconds"] == {str(THREADS): None}, "CPU time of other processes is unknown"
+    assert report["figures"] == {"blocks": 1.0}
+    assert report["peak_bytes"] > 20 << 20
+    assert report["versions"].keys() >= {"python", "torch", "megarl"}
     assert np.load(tmp_path / "out.npy").shape == (10,)
     assert 0 < contender.main(request("contenders:quick"))["seconds"][str(THREADS)] < 0.1
     assert contender.main(request("contenders:absent")) == {"error": "not installed: pip install something"}
@@ -79,25 +80,25 @@ def test_a_contender_tells_its_time_memory_and_output(contenders: None, tmp_path
 
 @pytest.mark.long
 def test_contenders_in_processes_of_their_own(contenders: None, tmp_path: Path, capsys) -> None:
-    assert main(["bench", "ours", "--rounds", "1", "--json", str(tmp_path / "told.json")]) == 3
+    assert not bench(["ours"], rounds=1, json_file=tmp_path / "report.json")
     shown = capsys.readouterr().out
-    told = json.loads((tmp_path / "told.json").read_text())
-    rows = {row["contender"]: row for row in told["results"] if row["case"] == "numbers"}
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = {row["contender"]: row for row in report["results"] if row["case"] == "numbers"}
     assert list(rows) == ["quick", "slow", "wrong", "absent", "broken"]
     assert rows["slow"]["is_equal"] and rows["slow"]["speedup"] > 5 and rows["slow"]["peak_bytes"] > 20 << 20
     assert not rows["wrong"]["is_equal"] and rows["wrong"]["note"].startswith("DIFFERS, at most 1.0e+00")
     assert rows["absent"]["note"] == "not installed: pip install something" and rows["absent"]["seconds"] is None
     assert rows["broken"]["note"] == "failed: IndexError: list index out of range"
     assert all(text in shown for text in ("numbers", "alone", "pip install something", "load", "torch"))
-    assert told["before"]["load"] and told["rounds"] == 1
+    assert report["before"]["load"] and report["rounds"] == 1
 
 
 def test_rounds_alternate(contenders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("two", tuple(Contender(name, f"contenders:{name}") for name in ("absent", "broken")))
-    told: list[str] = []
-    monkeypatch.setattr("benchmarks.frame._ask", lambda case, contender, output: ANSWER)
-    run_case(case, rounds=3, say=told.append)
-    assert [text.split()[1].rstrip(",") for text in told] == [
+    lines: list[str] = []
+    monkeypatch.setattr("benchmarks.frame._run_contender", lambda case, contender, output: ANSWER)
+    run_case(case, rounds=3, progress=lines.append)
+    assert [text.split()[1].rstrip(",") for text in lines] == [
         "absent",
         "broken",
         "broken",
@@ -110,14 +111,13 @@ def test_rounds_alternate(contenders: None, monkeypatch: pytest.MonkeyPatch) -> 
 ANSWER = {"seconds": {"1": 1.0}, "cpu_seconds": {"1": 1.0}, "peak_bytes": None, "figures": {}, "versions": {}}
 
 
-def test_names(capsys) -> None:
-    assert main(["bench"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed and entry.about in listed for name, entry in BENCHES.items())
-    assert main(["bench", "loses"]) == 2
-    assert "did you mean losses?" in capsys.readouterr().err
-    assert main(["bench", "losses", "--rounds", "0"]) == 2
-    with pytest.raises(ValueError, match="no case of losses holds --only='7x7'"):
+def test_names() -> None:
+    assert all(name in describe() and entry.about in describe() for name, entry in BENCHES.items())
+    with pytest.raises(ValueError, match="did you mean losses"):
+        bench(["loses"])
+    with pytest.raises(ValueError, match="--rounds=0; at least 1"):
+        bench(["losses"], rounds=0)
+    with pytest.raises(ValueError, match="no case of losses contains --only='7x7'"):
         bench(["losses"], only="7x7")
 
 
@@ -127,3 +127,25 @@ def test_every_contender_exists(name: str) -> None:
         for one in case.contenders:
             module, _, function = one.function.partition(":")
             assert callable(getattr(sys.modules[module], function)), one
+
+
+SMALLEST = {
+    "advantages": ("ours", {"name": "reinforce_pp", "rewards": "kl", "rows": 16, "length": 32}),
+    "losses": ("ours", {"rows": 16, "length": 32}),
+    "packing": ("ffd", {"items": 64, "longest": 16384}),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_case_runs(name: str) -> None:
+    function, arguments = SMALLEST[name]
+    output = getattr(import_module(BENCHES[name].module), function)(**arguments)()
+    values = output.output if isinstance(output, Outcome) else output
+    assert np.isfinite(values).all() and values.any()
+
+
+def test_mffd_packs_each_row_once() -> None:
+    lengths = [9, 8, 7, 6, 5, 5, 4, 3, 2, 2, 1, 1]
+    bins = pack_mffd(lengths, 10)
+    assert sorted(item for bin in bins for item in bin) == list(range(len(lengths)))
+    assert max(sum(lengths[item] for item in bin) for bin in bins) <= 10

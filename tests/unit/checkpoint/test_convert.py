@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megarl.checkpoint import convert as conversion
-from megarl.checkpoint.sides import MegatronTarget
+from megarl.checkpoint.torch_dist import MegatronTarget
 from megarl.config.schema import Create
 from megarl.launch import convert as command
 from megarl.launch.random_model import create_model
 from megarl.layout import Parallel
-from megarl.models.registry import hf_shapes
-from megarl.models.shape import read_model
+from megarl.models.registry import hf_shapes, read_model
 from megarl.types import CheckFailed
 
 MODELS = {
@@ -29,6 +31,8 @@ MODELS = {
     "qwen2": {"family": "qwen2", "tied": False, "heads": 4, "kv_heads": 2},
     "llama": {"family": "llama", "tied": False, "kv_heads": 4},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "experts": 4, "moe_intermediate": 16},
+    "mixtral": {"family": "mixtral", "tied": False, "experts": 4, "moe_intermediate": 16},
+    "gpt_oss": {"family": "gpt_oss", "tied": False, "experts": 4, "moe_intermediate": 16},
     # these two with a layer of multi-token prediction
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "experts": 4, "moe_intermediate": 16},
     "glm4_moe": {"family": "glm4_moe", "tied": False, "experts": 4, "moe_intermediate": 16},
@@ -115,10 +119,25 @@ def test_layers_of_multi_token_prediction_are_whole_or_said_to_be_absent(tmp_pat
         run(made, tmp_path / "part", "megatron")
 
 
+def test_dtypes_that_megatron_cannot_keep_apart_are_refused(moe, tmp_path):
+    os.system(f"cp -r {moe} {tmp_path / 'mixed'}")
+    key = "model.layers.1.self_attn.k_proj.weight"
+    edited(tmp_path / "mixed", lambda held: held.update({key: held[key].to(torch.bfloat16)}))
+    with pytest.raises(ValueError, match=r"k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"):
+        run(tmp_path / "mixed", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+
+
 def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):
     run(moe, tmp_path / "out", "megatron", Parallel(tensor=2, pipeline=3, expert=2))
-    files = {path.name for path in (tmp_path / "out").glob("__*.distcp")}
-    assert files == {f"__{stage}{kind}_0.distcp" for stage in range(3) for kind in ("", "_expert0", "_expert1")}
+    held = defaultdict(set)  # file -> (stage, which half of the experts)
+    for index, stored in FileSystemReader(tmp_path / "out").read_metadata().storage_data.items():
+        if (layer := re.match(r"decoder\.layers\.(\d)\.", index.fqn)) and "_extra_state" not in index.fqn:
+            half = index.offset[0] // 2 if ".experts." in index.fqn else None
+            held[stored.relative_path].add((int(layer[1]), half))
+    expected = [{(stage, half)} for stage in range(3) for half in (None, 0, 1)]
+    assert held == {f"__{number}_0.distcp": members for number, members in enumerate(expected)}
+    assert held.keys() == {file.name for file in (tmp_path / "out").glob("*.distcp")}
 
 
 def damage_truncate(folder: Path) -> tuple[str, ...]:
@@ -173,7 +192,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
     run(moe, tmp_path / "good", "megatron")
     cases = {
         "__0_0.distcp": lambda file: os.truncate(file, file.stat().st_size - 10),
-        "__0_expert0_0.distcp": Path.unlink,
+        "__1_0.distcp": Path.unlink,
     }
     for name, damage in cases.items():
         broken = tmp_path / f"without{name}"
@@ -181,11 +200,13 @@ def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
         damage(broken / name)
         with pytest.raises(ValueError, match=rf"{name} has .* bytes, (decoder|output_layer).* cut off or missing"):
             run(broken, tmp_path / "out", "hf")
+    places = FileSystemReader(tmp_path / "good").read_metadata().storage_data
+    (embedding,) = (place.offset for index, place in places.items() if index.fqn.startswith("embedding."))
     for at, error, said in ((0, ValueError, "cannot be read"), (2000, CheckFailed, "when the folder was made")):
         broken = tmp_path / f"flipped{at}"
         os.system(f"cp -r {tmp_path / 'good'} {broken}")
         raw = bytearray((broken / "__0_0.distcp").read_bytes())
-        raw[at] ^= 1
+        raw[embedding + at] ^= 1
         (broken / "__0_0.distcp").write_bytes(raw)
         with pytest.raises(error, match=rf"(decoder|embedding|model)\.\S+ .*{said}"):
             run(broken, tmp_path / "out", "hf")
@@ -219,7 +240,7 @@ def test_a_disk_that_would_be_full_is_refused_before_the_first_byte(moe, tmp_pat
     real = os.statvfs(tmp_path)
     few = os.statvfs_result([*real[:4], 20_000 // real.f_frsize, *real[5:]])
     monkeypatch.setattr(conversion.os, "statvfs", lambda path: few)
-    with pytest.raises(CheckFailed, match=r"__0\w*\.distcp: no space left on the disk for model\.\S+: \d+ bytes are"):
+    with pytest.raises(CheckFailed, match=r"__\d_0\.distcp: no space left on the disk for model\.\S+: \d+ bytes are"):
         run(moe, tmp_path / "out", "megatron")
     assert not list((tmp_path / ".out.part").glob("*.distcp"))
 
@@ -255,14 +276,12 @@ def test_killed_in_the_middle_it_goes_on(moe, tmp_path, to):
     command = [sys.executable, "-W", "ignore", "-c", DIES, str(source), str(tmp_path / "out"), to]
     assert subprocess.run(command, timeout=200).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    whole = list(
-        (tmp_path / ".out.part" / ".records").glob("*.distcp.json" if to == "megatron" else "*.safetensors.json")
-    )
+    whole = list((tmp_path / ".out.part" / ".records").glob("*.pickle"))
     assert whole, "files that were whole are known"
     kept = {file.name: (file.parent.parent / file.stem).stat().st_ino for file in whole}
     said = run(source, tmp_path / "out", to, file_bytes=20_000)
     assert "by an interrupted run" in said
-    assert all((tmp_path / "out" / name.removesuffix(".json")).stat().st_ino == inode for name, inode in kept.items())
+    assert all((tmp_path / "out" / name.removesuffix(".pickle")).stat().st_ino == inode for name, inode in kept.items())
     if to == "megatron":
         run(tmp_path / "out", tmp_path / "again", "hf")
     assert_same(moe, tmp_path / ("again" if to == "megatron" else "out"))
@@ -280,10 +299,14 @@ def test_another_source_starts_afresh(moe, tmp_path):
 def test_what_was_written_wrong_never_gets_its_name(moe, tmp_path, monkeypatch):
     write = MegatronTarget.write
 
-    def swapped(self, stream, file, unit, flat):
-        if unit.param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
-            flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()  # two rows change places: plain sums agree
-        return write(self, stream, file, unit, flat)
+    def swapped(self, folder, file, params):
+        def changed():
+            for param, flat in params:
+                if param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
+                    flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()  # two rows swapped: plain sums agree
+                yield param, flat
+
+        return write(self, folder, file, changed())
 
     with monkeypatch.context() as patch:
         patch.setattr(MegatronTarget, "write", swapped)
@@ -303,7 +326,7 @@ def test_what_cannot_be_done_is_said(moe, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             run(moe, tmp_path / "out", "megatron", sizes)
-    with pytest.raises(ValueError, match="leave the sizes away"):
+    with pytest.raises(ValueError, match="leave the sizes out"):
         run(moe, tmp_path / "out", "hf", Parallel(tensor=2))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--config DIR"):

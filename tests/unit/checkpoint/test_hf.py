@@ -10,8 +10,7 @@ from megarl.checkpoint.hf import export_hf
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices
-from megarl.models.shape import read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices, read_model
 from megarl.types import CheckFailed
 from megarl.weights.transports.inprocess import InProcess
 

@@ -22,7 +22,7 @@ from megarl.checkpoint.state import Checkpoints
 from megarl.config.schema import Create, Train
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name(saved: Job, name: str) -> None:
             assert len(saved.said) == 1 and "step_2 is skipped" in saved.said[0]
             # a manifest with one bit flipped is still one, and blames the file that this bit was about
             assert name in saved.said[0] or (name, damage) == ("manifest.json", flip)
-            with pytest.raises(ValueError, match=r"step_2 is no whole checkpoint: .*; name another"):
+            with pytest.raises(ValueError, match=r"step_2 is incomplete: .*; name another"):
                 saved.checkpoints.restore(str(newest))
     assert saved.checkpoints.restore("auto")[0] == 2
 
@@ -171,7 +171,7 @@ def test_nothing_whole_is_said_and_not_started_over(saved: Job) -> None:
     with damaged(saved, 1, 2) as folders:
         for folder in folders:
             flip(folder / "common.pt")
-        with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*step_2: common.pt.*step_1: common.pt"):
+        with pytest.raises(ValueError, match=r"no checkpoint in .* is complete .*step_2: common.pt.*step_1: common.pt"):
             saved.checkpoints.restore("auto")
         assert saved.checkpoints.restore("never")[0] == 0
 

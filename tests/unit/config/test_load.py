@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.load import load_config, parse_config, resolved_yaml, run_dir
+from megarl.config.load import RENAMED, _known_keys, load_config, parse_config, resolved_yaml, run_dir
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config
 
@@ -40,7 +41,11 @@ def test_overrides_win_and_are_read_as_yaml(base: Path) -> None:
 
 
 def test_path_on_the_command_line_replaces_create(base: Path) -> None:
-    assert load_config(base, ["model.path=/some/where"]).model.model_dump() == {"path": "/some/where", "create": None}
+    assert load_config(base, ["model.path=/some/where"]).model.model_dump() == {
+        "path": "/some/where",
+        "create": None,
+        "trust_remote_code": False,
+    }
 
 
 def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(tmp_path: Path) -> None:
@@ -107,6 +112,50 @@ def test_errors_are_one_line_with_the_key_the_place_and_the_remedy(
         assert part in text, text
 
 
+@pytest.mark.parametrize(("key", "new"), sorted(RENAMED.items()))
+def test_a_renamed_key_is_refused_with_its_new_name(base: Path, key: str, new: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)} on the command line has been renamed; use {new}$"):
+        load_config(base, [f"{key}=1"])
+    section, _, name = key.rpartition(".")
+    lines = [*section.split("."), f"{name}: 1"]
+    base.write_text("\n".join("  " * depth + (line if "1" in line else line + ":") for depth, line in enumerate(lines)))
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)} in .* line [23] has been renamed; use {new}$"):
+        load_config(base)
+    assert new in set(_known_keys(Config)), "the new name is a key"
+    assert key not in set(_known_keys(Config))
+
+
+SECTION_8 = """
+run: {name: quickstart, dir: runs, seed: 0}
+model: {path: DIR, trust_remote_code: false}
+stage: rl
+checks: {max_logprob_diff: null, probe: first}
+task: {name: "reasoning_gym:chain_sum"}
+rewards: [{name: accuracy, weight: 1.0}, {name: format, weight: 0.1}]
+algorithm: {preset: grpo}
+parallel: {tensor: 1, pipeline: 1, virtual_pipeline: 1, context: 1, expert: 1, expert_tensor: 1}
+rollout: {tensor: 1, samples_per_prompt: 8, max_tokens: 256, temperature: 1.0, top_p: 1.0, max_staleness: 0}
+train: {steps: 100, prompts_per_step: 32, updates_per_step: 1, lr: 1.0e-6, min_lr: 0.0, warmup_steps: 0,
+  schedule: constant, weight_decay: 0.0, betas: [0.9, 0.95], clip_grad: 1.0,
+  max_tokens_per_microbatch: 16384, dtype: bf16}
+precision: {fp8: null}
+checkpoint: {every: 50, keep: 3, resume: auto, export_hf: never}
+sync: {atomic: true, round_bytes: 536870912}
+launch: {topology: colocated, processes: null, processes_per_node: null}
+moe: {aux_loss: 0.0, dispatcher: alltoall}
+eval: {every: 0, size: 256, temperature: 0.0}
+telemetry: {tensorboard: false, wandb: null}
+"""
+
+
+def test_every_documented_key_is_there_with_its_default() -> None:
+    documented = yaml.safe_load(SECTION_8)
+    config, default = parse_config(documented), parse_config({})
+    for section in documented:
+        if section not in ("run", "model", "rewards"):
+            assert getattr(config, section) == getattr(default, section), section
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -114,7 +163,7 @@ def test_errors_are_one_line_with_the_key_the_place_and_the_remedy(
         ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is given twice", "line 2", "line 3"]),
         ("train:\n  steps: x\n", ["c.yaml line 2", "train.steps='x'"]),
         ("train: {steps: 3\nrun: 3", ["c.yaml", "not YAML"]),
-        ("- a\n", ["holds a list"]),
+        ("- a\n", ["contains a list"]),
         ("train: 3\n", ["train=3", "line 1"]),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, advantages
 from megarl.config import names
 from megarl.config.load import parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
@@ -19,7 +19,7 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Config, Create
 from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
-from megarl.models.shape import parse_model, read_model
+from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
 
 ALONE = Env()
@@ -80,6 +80,14 @@ def test_torchrun_sets_the_world() -> None:
             ["moe.bias_update_rate=0.001", "qwen3_moe have no bias", "moe.aux_loss"],
         ),
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
+        ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
+        ({"model": {"trust_remote_code": True}}, {}, ["model.trust_remote_code=true", "false"]),
+        ({"stage": "dpo"}, {}, ["stage=dpo", "rl or sft"]),
+        ({"stage": "reward_model"}, {}, ["stage=reward_model", "rl or sft"]),
+        ({"checkpoint": {"export_hf": 5}}, {}, ["checkpoint.export_hf=5", "never or end"]),
+        ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
+        ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
+        ({"telemetry": {"tensorboard": True}}, {}, ["telemetry.tensorboard=true", "false"]),
         ({"telemetry": {"wandb": "x"}}, {}, ["telemetry.wandb=x", "null"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
@@ -102,7 +110,7 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["token_selection_options.share", "loss=ppo_clip", "none"],
         ),
-        ({"algorithm": {"preset": "reinforce_pp", "loss": "gspo"}}, {}, ["loss=gspo", "reinforce_pp", "one a token"]),
+        ({"algorithm": {"preset": "reinforce_pp", "loss": "gspo"}}, {}, ["loss=gspo", "reinforce_pp", "one per token"]),
         (
             {"algorithm": {"advantage": "grpo_process", "kl": {"where": "reward", "coef": 0.1}}},
             {},
@@ -149,9 +157,9 @@ def test_model_directories(tmp_path: Path) -> None:
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32))))
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
-    with pytest.raises(ValueError, match=r"both model\.path"):
+    with pytest.raises(ValueError, match=r"are both set"):
         model_shape(parse_config({"model": {"path": str(tmp_path), "create": {}}}))
-    with pytest.raises(ValueError, match=r"no model: give model\.path"):
+    with pytest.raises(ValueError, match=r"no model is set: give model\.path"):
         model_shape(Config())
 
 
@@ -245,7 +253,7 @@ def test_routers_of_megatron_bridge_are_asked_for_nothing(tmp_path: Path, monkey
     assert model_shape(config).experts == 4
     assert check_config(config, ALONE)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"aux_loss": 0.01})})
-    with pytest.raises(ValueError, match=r"moe\.aux_loss=0\.01, but mistral has no table"):
+    with pytest.raises(ValueError, match=r"moe\.aux_loss=0\.01 is not supported for mistral"):
         check_config(config, ALONE)
 
 
@@ -273,17 +281,18 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
     assert check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings == ()
     with pytest.raises(ValueError, match="samples_per_prompt=1 with advantage=grpo_process"):
         check_config(made(one | steps), ALONE)
-    assert any("it is grpo" in text for text in check_config(made(steps), ALONE).warnings)
+    assert any("equals grpo" in text for text in check_config(made(steps), ALONE).warnings)
 
 
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
+    estimators = advantages._ROW_ESTIMATORS | advantages._TOKEN_ESTIMATORS
     for known, functions, common in (
-        (names.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
-        (names.LOSSES, LOSSES, set()),
-        (names.CORRECTIONS, CORRECTIONS, set()),
+        (names.ADVANTAGES, {name: estimators[name] for name in ADVANTAGES}, {"whiten", "std", "eps"}),
+        (names.LOSSES, {name: function.args[0] for name, function in LOSSES.items()}, set()),
+        (names.CORRECTIONS, {name: function.args[0] for name, function in CORRECTIONS.items()}, set()),
     ):
-        options = {name: options_of(function.args[0]) | common for name, function in functions.items()}
+        options = {name: options_of(function) | common for name, function in functions.items()}
         assert {name: set(of) for name, of in known.items()} == options
 
 

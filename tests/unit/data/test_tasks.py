@@ -58,7 +58,7 @@ def test_a_generator_that_is_a_list_wraps_round():
         (Task(name="no_such_package:problems"), "cannot be imported (No module named 'no_such_package')"),
         (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
-        (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl is not there"),
+        (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl does not exist"),
         (Task(name="jsonl:x.jsonl", options={"vocab": 67}), "takes eval_file only; remove vocab"),
         (
             Task(name="megarl.data.tasks:random_tokens"),
@@ -76,7 +76,7 @@ def test_wrong_names_and_options(task, says):
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([""], "holds no problem"),
+        ([""], "has no problem"),
         (['{"prompt": "a"}', "{oops"], "line 2 is not JSON"),
         (['{"prompt": "a"}', "", "[1, 2]"], "line 3 is a list, not an object"),
         (['{"text": "a"}'], "line 1 needs one of prompt, question, messages; it has text"),

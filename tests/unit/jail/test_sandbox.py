@@ -17,7 +17,7 @@ from megarl.config.schema import Reward
 from megarl.jail import sandbox
 from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.rewards.code import make_code
-from megarl.rewards.outcome import Case
+from megarl.rewards.interface import ScoreRequest
 
 pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"this machine cannot limit {missing_limits()}")
 
@@ -84,16 +84,16 @@ def test_hostile_code_is_named_and_nothing_is_left(monkeypatch):
     codes = [good, *HOSTILE, good]
     before = Path(OUTSIDE).stat()
     options = {"time_s": 2.0, "memory_mb": 96, "disk_mb": 2, "output_kb": 64, "concurrency": 6}
-    part = make_code(Reward(name="code", options=options))
-    cases = [Case(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
-    found = part(cases)
-    named = {code: verdict.cause for code, verdict in zip(codes, found, strict=True)}
+    reward = make_code(Reward(name="code", options=options))
+    cases = [ScoreRequest(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
+    found = reward(cases)
+    named = {code: score.cause for code, score in zip(codes, found, strict=True)}
     assert {code: cause for code, cause in named.items() if cause != HOSTILE.get(code, "")} == {}
-    assert [verdict.value for verdict in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
+    assert [score.value for score in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
     after = Path(OUTSIDE).stat()
     assert (after.st_size, after.st_mode, after.st_mtime) == (before.st_size, before.st_mode, before.st_mtime)
     assert not glob.glob(f"{tempfile.gettempdir()}/evil")
-    assert not [line for line in processes() if "jail.py" in line]
+    assert not [line for line in processes() if "jailed.py" in line]
 
 
 TESTS = {"inputs": ["41\n"], "outputs": ["42\n"]}
@@ -184,9 +184,9 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
         ValueError, match=r"cannot limit files \(Landlock\): Function not implemented; use a Linux kernel"
     ):
         make_code(Reward(name="code"))
-    part = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
+    reward = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
     assert "files (Landlock)" in caplog.text
-    assert part([Case("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
+    assert reward([ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
 
 
 @pytest.mark.long
@@ -196,9 +196,9 @@ def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path,
     crippled.write_text(sandbox.JAIL.read_text().replace('ARCHES = {"x86_64"', 'ARCHES = {"pdp11"'))
     monkeypatch.setattr(sandbox, "JAIL", crippled)
     monkeypatch.setattr("megarl.rewards.code.missing_limits", dict)
-    case = Case("0/0", "p", "print(42)", extra={"tests": TESTS})
+    case = ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})
     strict = make_code(Reward(name="code"))([case])[0]
-    assert (strict.value, strict.cause) == (None, "sandbox") and "seccomp" in strict.why
+    assert (strict.value, strict.cause) == (None, "sandbox") and "seccomp" in strict.detail
     assert make_code(Reward(name="code", options={"sandbox": "best_effort"}))([case])[0].value == 1.0
 
 
@@ -236,16 +236,16 @@ def test_bombs_of_every_kind_at_once():
         "import sys\nfor _ in range(1 << 10): sys.stdout.write('x' * (1 << 20))",
         "import zlib; zlib.decompress(zlib.compress(b'0' * (100 << 20)) * 1); x = b'0' * (1 << 40)",
     ]
-    part = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
+    reward = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
     start = time.monotonic()
-    found = part([Case(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
-    assert {verdict.value for verdict in found} == {0.0}
-    causes = {verdict.cause for verdict in found}
+    found = reward([ScoreRequest(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
+    assert {score.value for score in found} == {0.0}
+    causes = {score.cause for score in found}
     assert {"memory", "output", "disk", "forbidden"} <= causes <= {
         "memory", "output", "disk", "forbidden", "timeout", "exception", "crashed"
     }  # fmt: skip
     assert time.monotonic() - start < 60
-    assert not [line for line in processes() if "jail.py" in line]
+    assert not [line for line in processes() if "jailed.py" in line]
 
 
 def test_a_trainer_with_many_open_files():

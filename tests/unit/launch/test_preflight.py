@@ -30,7 +30,7 @@ def made(task: dict[str, Any], create: dict[str, Any] | None = None, **sections:
 @pytest.mark.parametrize(
     ("create", "sections", "says"),
     [
-        ({"head_dim": 16}, {}, "head_dim=16, and vLLM's attention on CPU takes"),
+        ({"head_dim": 16}, {}, "head_dim=16, but vLLM's attention on CPU supports"),
         ({}, {"rewards": [{"name": "acuracy"}]}, "did you mean accuracy"),
         ({}, {"rewards": []}, "rewards is empty"),
     ],

@@ -1,4 +1,4 @@
-"""A made model is one that Transformers reads, and the same section always gives the same bytes."""
+"""Transformers loads a random model of every family, and the same section always gives the same bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 
-FAMILIES = [
+MADE = [
     Create(family="qwen2"),
     Create(family="qwen3", tied=False, phrases=("Calculate ",)),
     Create(family="qwen3_moe", experts=4),
@@ -25,7 +25,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("create", FAMILIES, ids=lambda create: create.family)
+@pytest.mark.parametrize("create", MADE, ids=lambda create: create.family)
 def test_transformers_reads_all_of_it(tmp_path: Path, create: Create) -> None:
     folder = create_model(create, tmp_path)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -46,6 +46,27 @@ def test_transformers_reads_all_of_it(tmp_path: Path, create: Create) -> None:
     entropy = torch.distributions.Categorical(logits=logits.float()).entropy().mean()
     assert 0.5 * torch.tensor(len(tokenizer)).log() < entropy, "a degenerate policy would sample one text only"
     assert logits.std() > 0.3, "a flat one would not be moved by its weights"
+
+
+def test_a_sections_bytes_never_change(tmp_path: Path) -> None:
+    """Of config.json and of the weights, for the sections above."""
+    digests = {
+        create.family: tuple(
+            hashlib.sha256((create_model(create, tmp_path) / name).read_bytes()).hexdigest()[:12]
+            for name in ("config.json", "model.safetensors")
+        )
+        for create in MADE
+    }
+    assert digests == {
+        "qwen2": ("9281bdbef87a", "fa801fe13dda"),
+        "qwen3": ("8e57dbcb75a9", "9da82a0695d5"),
+        "qwen3_moe": ("9dd39f347409", "b9330c2ad8cf"),
+        "llama": ("15701335a2c9", "9bb727f39980"),
+        "mixtral": ("a39e5f140d6d", "d952009f1814"),
+        "gpt_oss": ("a9fd74ea8cda", "f27f75925d2f"),
+        "deepseek_v3": ("912971232c00", "dc05ec484a2b"),
+        "glm4_moe": ("c873f069982c", "72a425bfb825"),
+    }
 
 
 def test_the_same_section_gives_the_same_bytes_also_when_made_twice_at_once(tmp_path: Path) -> None:

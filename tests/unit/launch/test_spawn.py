@@ -17,13 +17,13 @@ LAUNCH = """
 import sys
 from megarl.config.load import parse_config
 from megarl.config.validate import check_config
-from megarl.launch.spawn import launch
+from megarl.launch.spawn import spawn_ranks
 from megarl.platform.env import Env
 name, folder, world = sys.argv[1:]
 run, launcher = {"name": name, "dir": folder}, {"processes": int(world)}
 config = parse_config({"run": run, "model": {"create": {}}, "launch": launcher})
 try:
-    sys.exit(launch(config, Env.read(), check_config(config, Env.read())))
+    sys.exit(spawn_ranks(config, check_config(config, Env.read()), "train"))
 except ValueError as error:
     sys.exit(f"refused: {error}")
 """
@@ -90,10 +90,10 @@ def test_done(tmp_path: Path) -> None:
     ("name", "code", "lines", "said"),
     [
         ("user", 2, 1, "model.path=/not/there is not a directory"),
-        ("refused", 3, 1, "refused to go on (start-up): log-probs differ by 3 at most"),
+        ("refused", 3, 1, "refused to continue (start-up): log-probs differ by 3 at most"),
         ("defect", 1, None, "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'"),
         ("echo", 3, 1, "first"),
-        ("killed", 1, 3, "rank 1 was ended by SIGKILL; out of memory?"),
+        ("killed", 1, 3, "rank 1 was killed by SIGKILL; out of memory?"),
     ],
 )
 def test_first_failure_is_said_once(tmp_path: Path, name: str, code: int, lines: int | None, said: str) -> None:
@@ -109,7 +109,7 @@ def test_a_defect_shows_the_last_lines_and_where_its_peer_was(tmp_path: Path) ->
     _code, _out, err = finish(start("defect", tmp_path))
     assert 'int("what")' in err
     assert f"{tmp_path}/defect/logs/rank_1.log" in err
-    assert "rank 0 had not failed" in err
+    assert "still running: rank 0" in err
     log = (tmp_path / "defect" / "logs" / "rank_0.log").read_text()
     assert "sitecustomize.py" in log, "asked by the launcher, the rank left behind says where it is"
 
@@ -137,7 +137,7 @@ def test_killed_launcher_takes_its_ranks_along_and_the_name_is_free(tmp_path: Pa
     pids = rank_pids(folder)
     code, _out, err = finish(start("forever", tmp_path))
     assert code != 0
-    assert "give run.name another" in err, "two runs of one name would write over each other"
+    assert "choose another run.name" in err, "two runs of one name would write over each other"
     process.kill()
     process.communicate()
     assert gone(*pids, within_s=5)

@@ -99,9 +99,9 @@ def test_methods_are_rewritten_where_they_are_called() -> None:
 
 def test_type_names_are_those_of_a_gpu() -> None:
     row = next(patch for patch in megatron_on_cpu.PATCHES if patch.where == ".type()")
-    assert row.becomes(torch.zeros(1)) == "torch.cuda.FloatTensor"
-    assert row.becomes(torch.zeros(1, dtype=torch.bfloat16)) == "torch.cuda.BFloat16Tensor"
-    assert row.becomes(torch.zeros(1), torch.float64).dtype == torch.float64
+    assert row.replacement(torch.zeros(1)) == "torch.cuda.FloatTensor"
+    assert row.replacement(torch.zeros(1, dtype=torch.bfloat16)) == "torch.cuda.BFloat16Tensor"
+    assert row.replacement(torch.zeros(1), torch.float64).dtype == torch.float64
 
 
 def test_install_is_late_never_twice_and_absent_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

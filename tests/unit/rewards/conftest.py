@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megarl.rewards.outcome import Case
+from megarl.rewards.interface import ScoreRequest
 
 
 class Served:
@@ -87,10 +87,11 @@ def dripping() -> Callable[..., None]:
 
 
 @pytest.fixture
-def cases() -> Callable[[int], list[Case]]:
-    def make(count: int) -> list[Case]:
+def cases() -> Callable[[int], list[ScoreRequest]]:
+    def make(count: int) -> list[ScoreRequest]:
         return [
-            Case(f"{row}/0", f"what is {row}?", f"it is {row}", str(row), extra={"level": row}) for row in range(count)
+            ScoreRequest(f"{row}/0", f"what is {row}?", f"it is {row}", str(row), extra={"level": row})
+            for row in range(count)
         ]
 
     return make

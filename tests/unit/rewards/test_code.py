@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.schema import Reward
 from megarl.rewards.code import extract_code, make_code
-from megarl.rewards.outcome import Case
+from megarl.rewards.interface import ScoreRequest
 
 ADD = "def add(a, b):\n    return a + b\n"
 PROGRAM = "print(sum(map(int, input().split())))"
@@ -23,16 +23,16 @@ CHECK = (
 )
 
 
-def verdicts(pairs, **options):
+def score_all(pairs, **options):
     """[(code, tests)] -> [(value, cause)]"""
-    part = make_code(Reward(name="code", options={"time_s": 20.0, **options}))
+    reward = make_code(Reward(name="code", options={"time_s": 20.0, **options}))
     cases = [
-        Case(
+        ScoreRequest(
             f"{row}/0", "p", f"<think>```python\n1/0\n```</think>So:\n```python\n{code}\n```\n", extra={"tests": tests}
         )
         for row, (code, tests) in enumerate(pairs)
     ]
-    return [(verdict.value, verdict.cause) for verdict in part(cases)]
+    return [(score.value, score.cause) for score in reward(cases)]
 
 
 def test_right_answers_in_every_format():
@@ -58,7 +58,7 @@ def test_right_answers_in_every_format():
         (ADD, "def test_add():\n    assert add(1, 2) == 3\ndef test_more():\n    assert add('a', 'b') == 'ab'\n"),
         ("import numpy as np\ndef f():\n    return np.arange(3) * np.float32(2)", ["assert f() == [0, 2, 4]"]),
     ]  # fmt: skip
-    assert verdicts(pairs) == [(1.0, "")] * len(pairs)
+    assert score_all(pairs) == [(1.0, "")] * len(pairs)
 
 
 def test_wrong_answers_and_partial_credit():
@@ -81,8 +81,8 @@ def test_wrong_answers_and_partial_credit():
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
     causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, syntax, failed, syntax, failed, "", wrong]
     values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert verdicts(pairs, credit="fraction") == list(zip(values, causes, strict=True))
-    assert verdicts(pairs[:4]) == [(0.0, wrong)] * 4
+    assert score_all(pairs, credit="fraction") == list(zip(values, causes, strict=True))
+    assert score_all(pairs[:4]) == [(0.0, wrong)] * 4
 
 
 CHEATS = {
@@ -141,7 +141,7 @@ os._exit(0)""",
     ids=["calls", "assertions"],
 )
 def test_code_that_cheats_gets_nothing(tests):
-    found = dict(zip(CHEATS, verdicts([(code, tests) for code in CHEATS.values()], credit="fraction"), strict=True))
+    found = dict(zip(CHEATS, score_all([(code, tests) for code in CHEATS.values()], credit="fraction"), strict=True))
     assert {name: value for name, (value, _) in found.items()} == dict.fromkeys(CHEATS, 0.0)
     assert all(cause in ("wrong_answer", "exited", "exception") for _, cause in found.values()), found
 
@@ -152,7 +152,7 @@ def test_code_that_cheats_gets_nothing(tests):
      "def check(candidate):\n    assert candidate(1) == 1", [{"input": "1", "output": "1", "testtype": "functional"}]],
 )  # fmt: skip
 def test_tests_that_are_none_leave_the_sample_out(tests):
-    assert verdicts([(ADD, tests)]) == [(None, "bad_tests")]
+    assert score_all([(ADD, tests)]) == [(None, "bad_tests")]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_which_code_is_meant(response, code):
 
 
 def test_no_code_is_the_policys_fault():
-    assert verdicts([("", STDIO)]) == [(0.0, "no_code")]
+    assert score_all([("", STDIO)]) == [(0.0, "no_code")]
 
 
 def test_time_is_bounded_for_all_samples_together():
-    part = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 30.0}))
-    case = Case("0/0", "p", "while True: pass", extra={"tests": STDIO})
-    assert {(verdict.value, verdict.cause) for verdict in part([case] * 6)} == {(None, "not_run")}
+    reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 30.0}))
+    case = ScoreRequest("0/0", "p", "while True: pass", extra={"tests": STDIO})
+    assert {(score.value, score.cause) for score in reward([case] * 6)} == {(None, "not_run")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.schema import Reward
+from megarl.rewards.interface import ScoreRequest
 from megarl.rewards.judge import make_judge, parse_score
-from megarl.rewards.outcome import Case
 
 
 def judge(url: str, **options):
@@ -27,9 +27,9 @@ def base(served, answer):
 def test_what_the_judge_is_asked(served, answering):
     url = base(served, lambda handler, body: answering(handler, completion('{"score": 7}')))
     template = "Q {prompt} A {answer} R {response} from {low} to {high} {unknown} %s {0}"
-    part = judge(url, template=template, model="big", max_tokens=5)
+    reward = judge(url, template=template, model="big", max_tokens=5)
     hostile = "{answer} {prompt} {0} \\1 \\g<0>"
-    assert [verdict.value for verdict in part([Case("0/0", "P", hostile, None)])] == [7.0]
+    assert [score.value for score in reward([ScoreRequest("0/0", "P", hostile, None)])] == [7.0]
     assert served.seen[0][2] == {
         "model": "big",
         "messages": [{"role": "user", "content": f"Q P A  R {hostile} from 0.0 to 10.0 {{unknown}} %s {{0}}"}],
@@ -40,7 +40,7 @@ def test_what_the_judge_is_asked(served, answering):
 
 def test_the_default_template_shows_everything(served, answering):
     url = base(served, lambda handler, body: answering(handler, completion('{"score": 1}')))
-    judge(url)([Case("0/0", "the task", "the response", "the reference")])
+    judge(url)([ScoreRequest("0/0", "the task", "the response", "the reference")])
     text = served.seen[0][2]["messages"][0]["content"]
     assert all(part in text for part in ("the task", "the response", "the reference", '{"score": <a number from 0.0'))
 
@@ -86,16 +86,16 @@ def test_reading_a_score(text, rule, score):
 )
 def test_a_judge_that_cannot_be_read(served, answering, answer, cause):
     url = base(served, lambda handler, body: answering(handler, answer))
-    verdict = judge(url)([Case("0/0", "p", "r", "a")])[0]
-    assert (verdict.value, verdict.cause) == (None, cause)
+    score = judge(url)([ScoreRequest("0/0", "p", "r", "a")])[0]
+    assert (score.value, score.cause) == (None, cause)
     assert len(served.seen) == 1
 
 
 def test_a_pattern_that_takes_for_ever(served, answering, monkeypatch):
     monkeypatch.setattr("megarl.rewards.judge.REGEX_S", 0.2)
     url = base(served, lambda handler, body: answering(handler, completion("a" * 40 + "b")))
-    part = judge(url, parse="regex", pattern=r"(a+)+$")
-    assert part([Case("0/0", "p", "r", "a")])[0].cause == "unparsed"
+    reward = judge(url, parse="regex", pattern=r"(a+)+$")
+    assert reward([ScoreRequest("0/0", "p", "r", "a")])[0].cause == "unparsed"
 
 
 def test_retries_and_order_are_those_of_any_server(served, answering):
@@ -106,5 +106,7 @@ def test_retries_and_order_are_those_of_any_server(served, answering):
             answering(handler, completion('{"score": ' + body["messages"][0]["content"] + "}"))
 
     url = base(served, grade)
-    verdicts = judge(url + "/chat/completions", template="{response}")([Case(f"{n}/0", "", str(n)) for n in range(5)])
-    assert [verdict.value for verdict in verdicts] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    scores = judge(url + "/chat/completions", template="{response}")(
+        [ScoreRequest(f"{n}/0", "", str(n)) for n in range(5)]
+    )
+    assert [score.value for score in scores] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from megarl.config.schema import Reward
 from megarl.data.collate import collate
 from megarl.data.tokenizer import TokenIds
-from megarl.rewards.outcome import Case
+from megarl.rewards.interface import ScoreRequest
 from megarl.rewards.process import SPLITTERS, make_process, split_steps, token_ends
 from megarl.rewards.scorer import make_scorer
 from megarl.types import Group, Prompt, Sample
@@ -123,18 +123,18 @@ def step_lengths(steps, scale=1.0):
     return [scale * len(step) for step in steps]
 
 
-def part(**options):
+def process(**options):
     return make_process(Reward(name="process", options={"scorer": f"{HERE}:step_lengths", **options}), decode)
 
 
-def case(text: str) -> Case:
-    return Case("0/0", "p", text, None, (*BPE.encode(text).ids, EOS))
+def case(text: str) -> ScoreRequest:
+    return ScoreRequest("0/0", "p", text, None, (*BPE.encode(text).ids, EOS))
 
 
 def test_scores_of_steps():
-    verdict = part(splitter="newline", options={"scale": 2.0})([case("ab\nb"), case("")])
-    assert verdict[0].steps == ((0, 6.0), (1, 2.0)) and verdict[0].value == 4.0
-    assert verdict[1].steps == () and verdict[1].value == 0.0
+    score = process(splitter="newline", options={"scale": 2.0})([case("ab\nb"), case("")])
+    assert score[0].steps == ((0, 6.0), (1, 2.0)) and score[0].value == 4.0
+    assert score[1].steps == () and score[1].value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_scores_of_steps():
 )
 def test_a_step_without_a_score_leaves_the_sample_out(scorer, cause):
     setattr(sys.modules[HERE], "_scorer", scorer)  # noqa: B010 (where a dotted path reaches it)
-    verdict = part(scorer=f"{HERE}:_scorer", splitter="newline")([case("ab\nb")])[0]
-    assert (verdict.value, verdict.cause, verdict.steps) == (None, cause, None)
+    score = process(scorer=f"{HERE}:_scorer", splitter="newline")([case("ab\nb")])[0]
+    assert (score.value, score.cause, score.steps) == (None, cause, None)
 
 
 def test_a_splitter_that_takes_for_ever():
-    verdicts = part(splitter="regex", pattern="(a+)+$", function_s=0.3)([case("a" * 40 + "b"), case("b")])
-    assert [verdict.cause for verdict in verdicts] == ["timeout", ""]
+    scores = process(splitter="regex", pattern="(a+)+$", function_s=0.3)([case("a" * 40 + "b"), case("b")])
+    assert [score.cause for score in scores] == ["timeout", ""]
 
 
 def test_a_server_scores_steps(served, answering):
@@ -168,11 +168,12 @@ def test_a_server_scores_steps(served, answering):
     options = {"scorer": served.on(grade), "splitter": "newline", "timeout_s": 10.0, "total_s": 20.0}
     ask = make_process(Reward(name="process", options=options), decode)
     cases = [
-        Case(f"{row}/0", "p", text, None, tuple(BPE.encode(text).ids)) for row, text in enumerate(["ab\nb", "", "b"])
+        ScoreRequest(f"{row}/0", "p", text, None, tuple(BPE.encode(text).ids))
+        for row, text in enumerate(["ab\nb", "", "b"])
     ]
-    verdicts = ask(cases)
-    assert [verdict.steps for verdict in verdicts] == [((0, 3.0), (1, 1.0)), (), None]
-    assert verdicts[2].cause == "bad_answer"
+    scores = ask(cases)
+    assert [score.steps for score in scores] == [((0, 3.0), (1, 1.0)), (), None]
+    assert scores[2].cause == "bad_answer"
     assert [row["steps"] for row in served.seen[0][2]["samples"]] == [["ab\n", "b"], ["b"]]
 
 

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from megarl.config.schema import Reward
-from megarl.rewards.outcome import Case
+from megarl.rewards.interface import ScoreRequest
 from megarl.rewards.remote import MAX_BYTES, make_remote
 
 QUICK = {"timeout_s": 10.0, "total_s": 20.0, "backoff_s": 0.01}
@@ -24,7 +24,7 @@ def remote(url: str, **options):
     return make_remote(Reward(name=url, options=QUICK | options))
 
 
-def scores(body, score=lambda sample: float(sample["id"].split("/")[0])):
+def answer_to(body, score=lambda sample: float(sample["id"].split("/")[0])):
     return {"scores": [{"id": sample["id"], "score": score(sample)} for sample in body["samples"]]}
 
 
@@ -34,10 +34,10 @@ def test_the_example_server():
         try:
             port = server.stdout.readline().strip()
             ask = remote(f"http://127.0.0.1:{port}/score")
-            verdicts = ask([Case("3/0", "1 + 1 =", " 2", "2"), Case("3/1", "1 + 1 =", "3", "2")])
+            scores = ask([ScoreRequest("3/0", "1 + 1 =", " 2", "2"), ScoreRequest("3/1", "1 + 1 =", "3", "2")])
         finally:
             server.kill()
-    assert [verdict.value for verdict in verdicts] == [1.0, 0.0]
+    assert [score.value for score in scores] == [1.0, 0.0]
 
 
 def test_order_is_by_id_and_requests_overlap(served, answering, cases):
@@ -51,12 +51,12 @@ def test_order_is_by_id_and_requests_overlap(served, answering, cases):
         together.wait()  # of six requests, three and three are here at once
         with lock:
             now -= 1
-        answer = scores(body)
+        answer = answer_to(body)
         answering(handler, {"scores": answer["scores"][::-1]})
 
     url = served.on(backwards)
-    verdicts = remote(url, batch_size=2, concurrency=3)(cases(11))
-    assert [verdict.value for verdict in verdicts] == list(map(float, range(11)))
+    scores = remote(url, batch_size=2, concurrency=3)(cases(11))
+    assert [score.value for score in scores] == list(map(float, range(11)))
     assert most == 3
     assert sorted(len(body["samples"]) for _, _, body in served.seen) == [1, 2, 2, 2, 2, 2]
     keys = {headers["Idempotency-Key"] for _, headers, _ in served.seen}
@@ -65,10 +65,10 @@ def test_order_is_by_id_and_requests_overlap(served, answering, cases):
 
 def test_what_is_sent(served, answering, monkeypatch):
     monkeypatch.setenv("REWARD_AUTH", "Bearer 1234")
-    url = served.on(lambda handler, body: answering(handler, scores(body)))
+    url = served.on(lambda handler, body: answering(handler, answer_to(body)))
     ask = remote(url, headers_env={"Authorization": "REWARD_AUTH"})
     extra = {"level": 3, "score": print, "bad": math.nan, "tests": ["assert 1"]}
-    ask([Case("5/1", "p\ud800", "r\x00", None, (1, 2), "length", extra)])
+    ask([ScoreRequest("5/1", "p\ud800", "r\x00", None, (1, 2), "length", extra)])
     _, headers, body = served.seen[0]
     sample = {"id": "5/1", "prompt": "p\ud800", "response": "r\x00", "answer": None, "finish": "length"}
     assert body == {"samples": [sample | {"extra": {"level": 3, "tests": ["assert 1"]}}]}
@@ -80,14 +80,14 @@ def test_what_is_sent(served, answering, monkeypatch):
 def test_a_request_is_sent_again_under_the_same_key(served, answering, cases, failure):
     def twice_bad(handler, body):
         if len(served.seen) > 2:
-            answering(handler, scores(body))
+            answering(handler, answer_to(body))
         elif failure == "close":
             handler.close_connection = True
         else:
             answering(handler, b"", status=failure, Retry_After="0.01")
 
-    verdicts = remote(served.on(twice_bad))(cases(3))
-    assert [verdict.value for verdict in verdicts] == [0.0, 1.0, 2.0]
+    scores = remote(served.on(twice_bad))(cases(3))
+    assert [score.value for score in scores] == [0.0, 1.0, 2.0]
     assert len(served.seen) == 3
     assert len({headers["Idempotency-Key"] for _, headers, _ in served.seen}) == 1
 
@@ -96,7 +96,7 @@ def test_retry_after_is_obeyed(served, answering, cases):
     def busy_once(handler, body):
         times.append(time.monotonic())
         if len(times) > 1:
-            answering(handler, scores(body))
+            answering(handler, answer_to(body))
         else:
             answering(handler, b"", status=429, Retry_After="0.5")
 
@@ -109,9 +109,9 @@ def test_no_server_at_all(cases):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/score"
-        verdicts = remote(url, retries=2)(cases(2))
-    assert [(verdict.value, verdict.cause) for verdict in verdicts] == [(None, "no_connection")] * 2
-    assert "3 times" in verdicts[0].why
+        scores = remote(url, retries=2)(cases(2))
+    assert [(score.value, score.cause) for score in scores] == [(None, "no_connection")] * 2
+    assert "3 times" in scores[0].detail
 
 
 ONE = {"id": "0/0", "score": 1.0}
@@ -146,10 +146,10 @@ BAD = {  # what is answered to samples 0/0 and 1/0: the cause of each
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again(served, answering, cases, what):
     answer, causes = BAD[what]
-    verdicts = remote(served.on(lambda handler, body: answering(handler, answer)))(cases(2))
-    assert [verdict.cause for verdict in verdicts] == causes
-    assert all((verdict.value is None) == bool(cause) for verdict, cause in zip(verdicts, causes, strict=True))
-    assert all(verdict.why for verdict in verdicts if verdict.cause)
+    scores = remote(served.on(lambda handler, body: answering(handler, answer)))(cases(2))
+    assert [score.cause for score in scores] == causes
+    assert all((score.value is None) == bool(cause) for score, cause in zip(scores, causes, strict=True))
+    assert all(score.detail for score in scores if score.cause)
     assert len(served.seen) == 1
 
 
@@ -213,10 +213,10 @@ def test_a_server_that_misbehaves(served, answering, dripping, cases, behaviour,
 
     start = time.monotonic()
     patience = 0.4 if cause == "timeout" else 10.0
-    verdicts = remote(served.on(answer), retries=2, timeout_s=patience)(cases(2))
+    scores = remote(served.on(answer), retries=2, timeout_s=patience)(cases(2))
     assert time.monotonic() - start < 8
-    assert [(verdict.value, verdict.cause) for verdict in verdicts] == [(None, cause)] * 2
-    assert ("timeout_s=0.4" in verdicts[0].why) == (cause == "timeout")
+    assert [(score.value, score.cause) for score in scores] == [(None, cause)] * 2
+    assert ("timeout_s=0.4" in scores[0].detail) == (cause == "timeout")
     assert len(served.seen) == attempts
 
 
@@ -224,10 +224,10 @@ def test_all_requests_together_are_bounded_too(served, cases):
     """Ten requests of 0.4 s each, one at a time, given 0.9 s; the answers there are count."""
     url = served.on(lambda handler, body: served.over.wait(5))
     start = time.monotonic()
-    verdicts = remote(url, batch_size=1, concurrency=1, timeout_s=0.4, total_s=0.9)(cases(10))
+    scores = remote(url, batch_size=1, concurrency=1, timeout_s=0.4, total_s=0.9)(cases(10))
     assert time.monotonic() - start < 4
-    assert {verdict.cause for verdict in verdicts} == {"timeout"}
-    assert "total_s" in verdicts[-1].why
+    assert {score.cause for score in scores} == {"timeout"}
+    assert "total_s" in scores[-1].detail
 
 
 def test_one_bad_batch_among_good_ones(served, answering, cases):
@@ -235,7 +235,7 @@ def test_one_bad_batch_among_good_ones(served, answering, cases):
         if body["samples"][0]["id"] == "0/0":
             answering(handler, b"", status=400)
         else:
-            answering(handler, scores(body))
+            answering(handler, answer_to(body))
 
-    verdicts = remote(served.on(first_fails), batch_size=2)(cases(4))
-    assert [verdict.value for verdict in verdicts] == [None, None, 2.0, 3.0]
+    scores = remote(served.on(first_fails), batch_size=2)(cases(4))
+    assert [score.value for score in scores] == [None, None, 2.0, 3.0]

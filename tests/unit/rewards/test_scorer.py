@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Reward
+from megarl.rewards.interface import BatchReward
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
@@ -147,7 +148,7 @@ def test_each_cause_is_logged_once(caplog):
 
 
 def test_limits_hold_on_another_thread_too():
-    """Where no signal arrives; megarl.rewards.limits has the ways."""
+    """Where no signal arrives; megarl.rewards.time_limit has the ways."""
     over, done = threading.Event(), []
     for function in (lambda response: 1.0, lambda response: over.wait(5)):
         scorer = scorer_of(function, timeout_s=0.3)
@@ -201,9 +202,7 @@ def test_servers_are_asked_while_rules_run(served):
 
 
 class Hangs:
-    """A part that does not keep to its own limit."""
-
-    total_s = 0.2
+    """A reward that exceeds its own time limit."""
 
     def __init__(self, over):
         self.over = over
@@ -213,14 +212,15 @@ class Hangs:
         return []
 
 
-def test_a_part_that_hangs_is_left_and_named(served, caplog):
+def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(*scorer.parts, replace(scorer.parts[0], name="stuck", part=Hangs(served.over))))
+    stuck = BatchReward("stuck", 1.0, Hangs(served.over), total_s=0.2)
+    scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 5
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
-    assert "stuck had not scored 2 samples after 0 s" in caplog.text
+    assert "had not scored 2 samples after 0 s" in caplog.text
 
 
 class Breaks(Hangs):
@@ -228,9 +228,9 @@ class Breaks(Hangs):
         raise RuntimeError("a defect of ours")
 
 
-def test_a_part_that_raises_does_not_end_the_run():
+def test_a_reward_that_raises_does_not_end_the_run():
     scorer = make_scorer([Reward(name="accuracy")])
-    scorer = replace(scorer, parts=(replace(scorer.parts[0], name="broken", part=Breaks(None)),))
+    scorer = replace(scorer, rewards=(BatchReward("broken", 1.0, Breaks(None)),))
     assert score_one(scorer).extra["dropped"] == "reward/broken/error"
 
 

@@ -41,13 +41,13 @@ def test_round_trip_is_exact():
         sample(5, 1, 0, finish="abort"),
         sample(6, 0, 1, step_rewards=((2, 0.5), (9, -1.25)), extra={"dropped": "reward/accuracy/error"}, finish="stop"),
     ]
-    back = unpack(pack(samples, 17))
+    back = unpack(pack(samples, "17"))
     assert len(back) == 3 and all(map(equal, samples, back))
-    assert unpack(pack([], 0)) == []
+    assert unpack(pack([], "")) == []
 
 
 def test_reward_that_is_not_a_number_survives():
-    (back,) = unpack(pack([sample(0, 0, 2, reward=math.inf)], 0))
+    (back,) = unpack(pack([sample(0, 0, 2, reward=math.inf)], ""))
     assert back.reward == math.inf
 
 

@@ -50,13 +50,13 @@ def test_a_tensor_of_pairs_is_taken_apart(tmp_path: Path) -> None:
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no tensor words"):
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
         load_hf(parameters(), BOXES, tmp_path)
     save_file({"words": WORDS}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="has no tensor gate"):
         load_hf(parameters(), BOXES, tmp_path)
     save_file({"words": WORDS[:2].contiguous(), "gate": GATE}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"words has shape \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"words has shape \(2, 2\)"):
         load_hf(parameters(), BOXES, tmp_path)
     save_file({"words": WORDS.to(torch.float8_e4m3fn), "gate": GATE}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="words is F8_E4M3, quantised"):
@@ -65,7 +65,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("boxes", "message"),
-    [(BOXES[:2], "from no box"), ([*BOXES, BOXES[2]], "from two boxes"), (BOXES[:1], "boxes and model differ")],
+    [(BOXES[:2], "from no slice"), ([*BOXES, BOXES[2]], "from two slices"), (BOXES[:1], "slices and model differ")],
 )
 def test_boxes_must_cover_each_element_once(tmp_path: Path, boxes: list[ShardSlice], message: str) -> None:
     save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.models.shape import parse_model
+from megarl.models.registry import parse_model
 from megarl.trainer.rope import scaled_frequencies, yarn_factor
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 512}

@@ -13,7 +13,7 @@ from trainer_cases import random_batch
 from megarl.config.schema import Create, Moe, Train
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.shape import read_model
+from megarl.models.registry import read_model
 from megarl.trainer.heads import Head
 from megarl.trainer.trainer import Trainer
 

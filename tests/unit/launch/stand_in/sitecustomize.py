@@ -30,7 +30,7 @@ def run(config, env, phase) -> None:
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
-        from megarl.models.shape import read_model
+        from megarl.models.registry import read_model
 
         read_model("/not/there")
     if name == "refused":

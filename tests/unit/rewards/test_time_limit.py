@@ -16,18 +16,19 @@ import pytest
 
 from megarl.config.schema import Task
 from megarl.data.tasks import load_task
-from megarl.rewards.limits import TooSlow, WorkerFailed, limited
+from megarl.rewards.interface import ScoreError
 from megarl.rewards.rules import accuracy
+from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
 
 def elsewhere(function, arguments, timeout_s=10.0):
-    """`limited` on a thread that is not the main one."""
+    """`call_with_time_limit` on a thread that is not the main one."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(limited, function, arguments, timeout_s=timeout_s).result()
+        return pool.submit(call_with_time_limit, function, arguments, timeout_s=timeout_s).result()
 
 
 def here(function, arguments, timeout_s=10.0):
-    return limited(function, arguments, timeout_s=timeout_s)
+    return call_with_time_limit(function, arguments, timeout_s=timeout_s)
 
 
 CATASTROPHE = {"pattern": r"(a+)+$", "string": "a" * 40 + "b"}  # in C, and without letting go of the GIL
@@ -36,7 +37,7 @@ CATASTROPHE = {"pattern": r"(a+)+$", "string": "a" * 40 + "b"}  # in C, and with
 @pytest.mark.parametrize("where", [here, elsewhere])
 def test_a_pattern_that_takes_for_ever_is_stopped(where):
     start = time.monotonic()
-    with pytest.raises(TooSlow):
+    with pytest.raises(TimeLimitExceeded):
         where(re.match, CATASTROPHE, timeout_s=0.3)
     assert time.monotonic() - start < 10
 
@@ -44,18 +45,18 @@ def test_a_pattern_that_takes_for_ever_is_stopped(where):
 def test_other_threads_go_on_meanwhile():
     done = []
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(limited, re.match, CATASTROPHE, timeout_s=0.5)
+        slow = pool.submit(call_with_time_limit, re.match, CATASTROPHE, timeout_s=0.5)
         while not slow.done():
             done.append(time.monotonic())
             time.sleep(0.01)
-        assert isinstance(slow.exception(), TooSlow)
+        assert isinstance(slow.exception(), TimeLimitExceeded)
     assert done[-1] - done[0] < 20  # by the worker's own alarm, not by our patience with it
     assert len(done) > 5
 
 
 @pytest.mark.parametrize("where", [here, elsewhere])
 def test_mathematics_that_would_fill_the_world(where):
-    with pytest.raises(TooSlow):
+    with pytest.raises(TimeLimitExceeded):
         where(pow, {"base": 9**9**5, "exp": 9**9}, timeout_s=0.3)
 
 
@@ -75,23 +76,32 @@ def test_a_worker_is_used_again_and_tells_what_was_raised():
     assert elsewhere(print, {"end": "this is no reply\n"}) is None
     pids = {elsewhere(os.getpid, {}) for _ in range(5)}
     assert len(pids) == 1 and os.getpid() not in pids
-    with pytest.raises(WorkerFailed, match=re.escape("ZeroDivisionError: Fraction(1, 0)")):
+    with pytest.raises(ScoreError, match=re.escape("ZeroDivisionError: Fraction(1, 0)")):
         elsewhere(Fraction, {"numerator": 1, "denominator": 0})
-    with pytest.raises(WorkerFailed, match="SystemExit"):
+    with pytest.raises(ScoreError, match="SystemExit"):
         elsewhere(sys.exit, {})
-    with pytest.raises(WorkerFailed, match="ended with -6"):
+    with pytest.raises(ScoreError, match="with status -6"):
         elsewhere(os.abort, {})
     assert elsewhere(os.getpid, {}) not in pids
 
 
 def test_what_cannot_be_pickled_is_left_behind():
     release = threading.Event()
-    with pytest.raises(TooSlow):
+    with pytest.raises(TimeLimitExceeded):
         elsewhere(lambda: release.wait(5), {}, timeout_s=0.1)
     release.set()
     assert elsewhere(lambda: 7, {}) == 7
     with pytest.raises(ZeroDivisionError):
         elsewhere(lambda: 1 // 0, {})
+
+
+def test_a_functions_own_timeout_is_not_the_limit():
+    def times_out():
+        raise TimeoutError("of a socket")
+
+    for where in (here, elsewhere):
+        with pytest.raises(TimeoutError, match="of a socket"):
+            where(times_out, {})
 
 
 def test_the_alarm_is_as_before():
@@ -100,7 +110,7 @@ def test_the_alarm_is_as_before():
 
     before = signal.signal(signal.SIGALRM, mine)
     try:
-        with pytest.raises(TooSlow):
+        with pytest.raises(TimeLimitExceeded):
             here(stubborn, {}, timeout_s=0.1)
         assert signal.getsignal(signal.SIGALRM) is mine
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

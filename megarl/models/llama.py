@@ -1,0 +1,18 @@
+"""Llama 2 and 3."""
+
+from __future__ import annotations
+
+from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape
+
+__all__ = ["FAMILY"]
+
+
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=False)
+    return read_decoder(config)
+
+
+FAMILY = Family(architecture="LlamaForCausalLM", read=read, table=blocks.dense_table)

@@ -1,0 +1,18 @@
+"""Qwen2 and 2.5: Llama's layers, with biases of query, key and value."""
+
+from __future__ import annotations
+
+from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape
+
+__all__ = ["FAMILY"]
+
+
+def read(config: ConfigReader) -> ModelShape:
+    config.only(use_sliding_window=False)
+    return read_decoder(config, qkv_bias=True)
+
+
+FAMILY = Family(architecture="Qwen2ForCausalLM", read=read, table=blocks.dense_table)

@@ -1,0 +1,18 @@
+"""Qwen3: Llama's layers, with norms of queries and keys, and heads of 128."""
+
+from __future__ import annotations
+
+from megarl.models import blocks
+from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.family import Family
+from megarl.models.shape import ModelShape
+
+__all__ = ["FAMILY"]
+
+
+def read(config: ConfigReader) -> ModelShape:
+    config.only(attention_bias=False, use_sliding_window=False)
+    return read_decoder(config, head_dim=128, qk_norm=True)
+
+
+FAMILY = Family(architecture="Qwen3ForCausalLM", read=read, table=blocks.dense_table)

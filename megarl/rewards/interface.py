@@ -1,0 +1,123 @@
+"""What passes between the scorer and a reward: plain data without tensors, so that it can be sent anywhere.
+
+    Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)--> Score --> Sample.reward
+
+A score without a value drops its sample: the reward failed, not the policy. A score with a value and a cause counts:
+the policy is to blame (its code ran into the time limit, for example), and the metrics count the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from megarl.config.schema import Reward
+
+__all__ = ["BatchReward", "Decode", "Score", "ScoreError", "ScoreRequest", "parse_options", "try_score"]
+
+log = logging.getLogger(__name__)
+Options = TypeVar("Options", bound=BaseModel)
+Decode = Callable[[Sequence[int]], str]  # token ids -> text
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One sample, as rewards see it."""
+
+    id: str  # "<prompt id>/<sample index>", unique in a call
+    prompt: str
+    response: str
+    answer: str | None = None
+    tokens: tuple[int, ...] = ()  # of the response
+    finish: str = "stop"
+    extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for a reward function; a field of the problem never hides what was sampled."""
+        fields = ("prompt", "response", "answer", "finish")
+        return {**self.extra, **{name: getattr(self, name) for name in fields}, "tokens": list(self.tokens)}
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`value` None drops the sample. The metrics count `cause`, one word, as reward/<name>/<cause>."""
+
+    value: float | None
+    cause: str = ""
+    detail: str = ""  # one sentence for the log
+    # (index into the response's tokens, reward of the step that ends there); if set, `value` is only their mean
+    steps: tuple[tuple[int, float], ...] | None = None
+
+
+class ScoreError(Exception):
+    """A sample could not be scored, for the reason `cause`."""
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReward:
+    """One reward of a config. Calling it scores a batch in order and never raises.
+
+    `total_s` is the number of seconds after which the scorer stops waiting for it; it then runs on a thread of its
+    own. None: it runs on the calling thread, and limits the time of each sample itself.
+    """
+
+    name: str
+    weight: float
+    score: Callable[[Sequence[ScoreRequest]], list[Score]]
+    total_s: float | None = None
+
+    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        try:
+            return self.score(requests)
+        except (Exception, SystemExit) as error:  # a defect of a reward must not end the run
+            log.exception("reward %s failed", self.name)
+            return [Score(None, "error", f"raised {type(error).__name__}: {error}")] * len(requests)
+
+
+def try_score(score: Callable[..., Score], *args: Any) -> Score:
+    """``score(*args)``, or a score without a value for whatever it raises, so that no reward can end the run.
+
+    An argument that is a ScoreError is raised too.
+    """
+    try:
+        if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):
+            raise error
+        return score(*args)
+    except ScoreError as error:
+        return Score(None, error.cause, str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
+        return Score(None, "error", f"raised {type(error).__name__}: {error}")
+
+
+def parse_options(section: type[Options], reward: Reward) -> Options:
+    """A reward's options as an instance of `section`.
+
+    Raises ValueError with the values and the remedy.
+    """
+    if unknown := next((name for name in reward.options if name not in section.model_fields), None):
+        raise unknown_option(reward.name, unknown, list(section.model_fields))
+    try:
+        return section.model_validate(reward.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"rewards: name={reward.name!r} needs the option {key}; give it a value") from None
+        allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+        where = f"option {key}={first['input']!r}" if key else "options"
+        raise ValueError(f"rewards: name={reward.name!r}, {where} refused: {allowed}") from None
+
+
+def unknown_option(reward: str, unknown: str, known: Sequence[str]) -> ValueError:
+    near = get_close_matches(unknown, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
+    return ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {hint}")

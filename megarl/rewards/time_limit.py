@@ -1,0 +1,174 @@
+"""A time limit on a user's function, from any thread.
+
+main thread      SIGALRM raises inside the call; the `re` engine and big-integer arithmetic check for signals too
+another thread   a worker process makes the call; its own alarm ends it, even inside C code that holds the GIL
+
+A thread cannot be stopped from outside, and one that matches a regular expression lets no other thread run, hence the
+process. A function that cannot be pickled (a lambda) runs on a daemon thread, which is abandoned when it is late.
+A call on the main thread inside C code that never checks for signals is not stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from megarl.platform.env import child_env
+from megarl.rewards.interface import ScoreError
+
+__all__ = ["TimeLimitExceeded", "call_with_time_limit", "on_daemon_thread", "serve"]
+
+T = TypeVar("T")
+START_S = 30.0  # a worker may exceed the limit by this much: it imports the function first
+
+
+class TimeLimitExceeded(ScoreError):
+    """The call took longer than its limit and was stopped."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__("timeout", f"took longer than {timeout_s} s")
+
+
+class _Alarm(BaseException):
+    """Not an Exception, so that code which swallows those cannot swallow it."""
+
+
+def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
+    """``function(**arguments)``.
+
+    Raises TimeLimitExceeded, or what the function raises; in a worker process that becomes a ScoreError with its text.
+    """
+    if threading.current_thread() is threading.main_thread():
+        try:
+            with _alarm(timeout_s):
+                return function(**arguments)
+        except _Alarm:
+            raise TimeLimitExceeded(timeout_s) from None
+    try:
+        task = pickle.dumps((function, dict(arguments), timeout_s))
+    except Exception:  # noqa: BLE001 (pickling runs code of the arguments)
+        future = on_daemon_thread(lambda: function(**arguments))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():  # raised by the function itself
+                raise
+            raise TimeLimitExceeded(timeout_s) from None
+    return _call_in_worker(task, timeout_s)
+
+
+@contextmanager
+def _alarm(timeout_s: float) -> Iterator[None]:
+    """Raise _Alarm after `timeout_s` seconds, and every second after that in case the code catches it."""
+
+    def ring(number: int, frame: object) -> None:
+        raise _Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def on_daemon_thread(function: Callable[[], T]) -> Future[T]:
+    """Run `function` on a thread that does not keep the process alive: its result may never be waited for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 (raised again by Future.result)
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# --- worker processes ---------------------------------------------------------------------------------------------
+
+Worker = tuple[subprocess.Popen[bytes], Connection]
+_idle: deque[Worker] = deque()
+
+
+def _call_in_worker(task: bytes, timeout_s: float) -> Any:
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _start_worker()
+    process, connection = worker
+    try:
+        status, value = _exchange(worker, task, timeout_s)
+    except BaseException:
+        process.kill()
+        process.wait()
+        connection.close()
+        raise
+    _idle.append(worker)
+    if status == "error":
+        raise ScoreError("error", f"raised {value}")
+    return value
+
+
+def _start_worker() -> Worker:
+    connection, worker_end = Pipe()
+    with worker_end:
+        descriptor = worker_end.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from megarl.rewards.time_limit import serve; serve({descriptor})"],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what the function prints does not belong into the trainer's output
+            pass_fds=(descriptor,),
+            env=child_env(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+        )
+    return process, connection
+
+
+def _exchange(worker: Worker, task: bytes, timeout_s: float) -> tuple[str, Any]:
+    process, connection = worker
+    try:
+        connection.send_bytes(task)
+        if not connection.poll(timeout_s + START_S):
+            raise TimeLimitExceeded(timeout_s)
+        return connection.recv()  # a pickle from our own process, which runs the user's function
+    except (EOFError, OSError):
+        status = process.wait(START_S)
+        if status == -signal.SIGALRM:
+            raise TimeLimitExceeded(timeout_s) from None
+        raise ScoreError("error", f"ended its worker process with status {status}") from None
+
+
+def serve(descriptor: int) -> None:
+    """The worker's main loop: makes the calls it receives until the connection closes.
+
+    A call that exceeds its limit ends the process, by the default action of SIGALRM.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then closes the connection
+    with Connection(descriptor) as connection:
+        while True:
+            try:
+                task = connection.recv_bytes()
+            except EOFError:
+                return
+            try:
+                function, arguments, timeout_s = pickle.loads(task)  # may import: within START_S, not the limit
+                signal.setitimer(signal.ITIMER_REAL, timeout_s)
+                reply = pickle.dumps(("value", function(**arguments)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
+                reply = pickle.dumps(("error", f"{type(error).__name__}: {error}"))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send_bytes(reply)

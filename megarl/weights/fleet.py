@@ -1,0 +1,48 @@
+"""Who sends and who receives: the ranks of trainer and engines, and how they are spread over nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.layout import Layout, Parallel
+from megarl.models.engine import engine_layout
+
+__all__ = ["Fleet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Ranks are numbered node by node. Trainers come first; in a split fleet the engines' ranks follow them."""
+
+    parallel: Parallel
+    trainers: int
+    tensor: int  # ranks of an engine replica along its tensor axis
+    replicas: int
+    expert: int = 1  # expert parallelism of an engine replica, over its data x tensor ranks
+    ranks_per_node: int = 8
+    is_split: bool = True  # False: rank r of the engines is rank r of the trainer
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return max(self.tensor, self.expert)
+
+    @property
+    def receivers(self) -> int:
+        return self.replicas * self.ranks_per_replica
+
+    @property
+    def first_receiver(self) -> int:
+        return self.trainers if self.is_split else 0
+
+    @property
+    def world(self) -> int:
+        return max(self.trainers, self.first_receiver + self.receivers)
+
+    def trainer_layout(self, rank: int) -> Layout:
+        """Raises ValueError when the trainers do not hold the layout."""
+        return Layout.of(self.parallel, self.trainers, rank)
+
+    def engine_layout(self, rank: int) -> Layout:
+        """`rank` of the world."""
+        local = (rank - self.first_receiver) % self.ranks_per_replica
+        return engine_layout(tensor=self.tensor, expert=self.expert, rank=local)

@@ -1,0 +1,150 @@
+"""Who sends what to whom: a sender for every transfer group, layer, expert and node.
+
+A rank takes from itself what it holds, else from a rank of its node that holds it, else over the network. What
+several ranks of a node lack crosses the network once: one of them receives it and relays it to the others. Holders
+take turns, and so do the ranks that relay.
+
+Every node goes through the model in the order of its layers, but each begins elsewhere, so that at any time all
+pipeline stages are read from: `position` counts from where the receiver begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.models.shards import ShardSlice
+from megarl.weights.transfer_groups import Overlap, TransferGroup
+
+__all__ = ["Hops", "Instances", "Ints", "Placement", "assign_senders"]
+
+Ints = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """The repetitions of a transfer group over layers and experts: arrays over them."""
+
+    layer: Ints
+    expert: Ints  # -1: none
+    position: Ints  # elements of a replica before it, in the order of the engine's layers
+    turn: Ints  # a number that differs between instances of the same holders
+    key: Ints  # row of `Placement.holders`
+    part: Ints  # expert-parallel rank of the engine that keeps it
+
+
+class Placement(Protocol):
+    """What moves, who holds it and who keeps it. Groups go by their index in `groups`."""
+
+    groups: Sequence[TransferGroup]
+    world: int
+    ranks_per_node: int
+    receivers: Sequence[int]  # ascending
+    lanes: int  # places at which ranks of one node begin; they repeat after `period` ranks
+    period: int
+    layer_starts: Ints  # positions, ascending
+    total: int  # elements of a replica
+
+    def instances(self, group: int) -> Instances: ...
+    def holders(self, group: int) -> Ints:
+        """[keys, holders] ranks."""
+        ...
+
+    def keepers(self, group: int, part: int) -> Sequence[int]: ...
+    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
+    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """First hops, in order of `position`, and the relays that follow them. Arrays over hops, and over relays."""
+
+    group: Ints
+    layer: Ints
+    expert: Ints
+    sender: Ints
+    receiver: Ints
+    position: Ints  # from where the receiver begins
+    relay_hop: Ints  # ascending
+    relay_receiver: Ints
+
+
+def assign_senders(placement: Placement) -> Hops:
+    per_node, receivers = placement.ranks_per_node, placement.receivers
+    nodes = list(_by_node(receivers, per_node))
+    collector = _Collector(per_node)
+    for number in range(len(placement.groups)):
+        of, holders = placement.instances(number), placement.holders(number)
+        for part in np.unique(of.part).tolist():
+            chosen = np.flatnonzero(of.part == part)
+            columns = (of.layer[chosen], of.expert[chosen], of.position[chosen])
+            for node, keepers in _by_node(placement.keepers(number, part), per_node).items():
+                turn = of.turn[chosen] + number + nodes.index(node)
+                collector.add(number, columns, holders[of.key[chosen]], keepers, turn)
+    offsets, starts = np.zeros(placement.world, dtype=np.int64), placement.layer_starts
+    lanes, period = placement.lanes, placement.period
+    for index, rank in enumerate(receivers):
+        lane = nodes.index(rank // per_node) * lanes + index % period * lanes // period
+        even = placement.total * lane // (len(nodes) * lanes)
+        offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
+    return collector.finish(offsets, placement.total)
+
+
+def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // ranks_per_node, []).append(rank)
+    return nodes
+
+
+class _Collector:
+    """Collects hops, one group and node at a time."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._hops: list[tuple[Ints, ...]] = []
+        self._relays: list[tuple[Ints, Ints]] = []
+        self._count = 0
+
+    def add(
+        self,
+        group: int,
+        instances: tuple[Ints, Ints, Ints],  # layer, expert, position of each
+        holders: Ints,  # [instances, holders]
+        keepers: Sequence[int],  # on one node
+        turn: Ints,  # [instances] whose turn it is to send and to relay
+    ) -> None:
+        count, kept = holders.shape[1], np.array(keepers)
+        near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
+        is_near, first = near.any(1), kept[turn % len(kept)]
+        # the next in turn, of those on the node where there are any
+        order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
+        sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
+        for keeper in keepers:
+            direct = np.flatnonzero(is_near | (first == keeper))
+            own = (holders[direct] == keeper).any(1)
+            columns = (np.full(len(direct), group), *(column[direct] for column in instances))
+            self._hops.append((*columns, np.where(own, keeper, sender[direct]), np.full(len(direct), keeper)))
+            far, others = np.flatnonzero(~is_near[direct]), kept[kept != keeper]
+            self._relays.append((np.repeat(self._count + far, len(others)), np.tile(others, len(far))))
+            self._count += len(direct)
+
+    def finish(self, offsets: Ints, total: int) -> Hops:
+        """`offsets` [world]: the position at which each rank begins."""
+        group, layer, expert, position, sender, receiver = (_joined(self._hops, column) for column in range(6))
+        position = (position - offsets[receiver]) % total
+        order = np.argsort(position, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        hop, relay_receiver = place[_joined(self._relays, 0)], _joined(self._relays, 1)
+        by_hop = np.argsort(hop, kind="stable")
+        columns = (column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver))
+        return Hops(*columns, position[order], hop[by_hop], relay_receiver[by_hop].astype(np.int32))
+
+
+def _joined(parts: list[tuple[Ints, ...]], column: int) -> Ints:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(part[column] for part in parts)])

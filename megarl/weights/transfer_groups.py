@@ -1,0 +1,138 @@
+"""Two sides' slices intersected: regions of HF tensors, grouped by who holds and who keeps them.
+
+    (coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
+
+With a table a coordinate is a rank's place along the axis that splits the tensor and names are templates, so one
+layer of each kind is intersected, once for all its repetitions. With recorded slices a coordinate is a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, count
+from math import prod
+
+from megarl.models.shards import ShardSlice
+
+__all__ = ["Overlap", "TransferGroup", "intersect", "transfer_groups"]
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """[start, start + shape) of one HF tensor, and the slices it lies in on either side, by coordinate."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sources: Mapping[int, ShardSlice]
+    destinations: Mapping[int, ShardSlice]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """Overlaps that move together: any coordinate of `sources` can send them, all of `destinations` keep them."""
+
+    overlaps: tuple[Overlap, ...]
+    unit: int  # order within a layer
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(self.overlaps[0].sources)
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        return tuple(self.overlaps[0].destinations)
+
+    @property
+    def numel(self) -> int:
+        return sum(overlap.numel for overlap in self.overlaps)
+
+
+def transfer_groups(
+    sources: Iterable[tuple[int, ShardSlice]],
+    destinations: Iterable[tuple[int, ShardSlice]],
+    *,
+    max_numel: int,
+    is_expert: bool = False,
+) -> list[TransferGroup]:
+    """Groups of at most `max_numel` elements, cut along dim 0 where necessary; a single row may be more.
+
+    `is_expert`: all tensors of an expert form one unit, else each tensor is one.
+    Raises ValueError naming the tensor when the sources overlap, or do not cover a destination.
+    """
+    held, kept = _by_rectangle(sources), _by_rectangle(destinations)
+    groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
+    for unit, (name, rectangles) in enumerate(kept.items()):
+        _refuse_overlaps(name, held.get(name, {}))
+        for overlap in _overlaps(name, held.get(name, {}), rectangles):
+            key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
+            groups.setdefault(key, []).append(overlap)
+    return [group for (unit, *_), overlaps in groups.items() for group in _cut(overlaps, unit, max_numel)]
+
+
+def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    start = tuple(map(max, one[0], other[0]))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    shape = tuple(end - first for end, first in zip(ends, start, strict=True))
+    return None if any(size <= 0 for size in shape) else (start, shape)
+
+
+def _by_rectangle(
+    slices: Iterable[tuple[int, ShardSlice]],
+) -> dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]]:
+    by_name: dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]] = {}
+    for coordinate, part in slices:
+        by_name.setdefault(part.name, {}).setdefault((part.start, part.shape), []).append((coordinate, part))
+    return by_name
+
+
+def _refuse_overlaps(name: str, held: Iterable[Rectangle]) -> None:
+    for one, other in combinations(held, 2):
+        if intersect(one, other) is not None:
+            shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
+            raise ValueError(f"{name}: two source rectangles overlap, {shown}")
+
+
+def _overlaps(
+    name: str,
+    held: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+    kept: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+) -> Iterator[Overlap]:
+    # a coordinate that keeps a region twice has it in a second entry
+    regions: dict[tuple[Rectangle, int], tuple[dict[int, ShardSlice], dict[int, ShardSlice]]] = {}
+    for wanted, keepers in kept.items():
+        covered = 0
+        for rectangle, holders in held.items():
+            if (region := intersect(rectangle, wanted)) is None:
+                continue
+            covered += prod(region[1])
+            senders = dict(reversed(holders))  # the first slice of a rank that has several
+            for coordinate, part in keepers:
+                entries = (regions.setdefault((region, number), (senders, {}))[1] for number in count())
+                next(entry for entry in entries if coordinate not in entry)[coordinate] = part
+        if covered != prod(wanted[1]):
+            raise ValueError(
+                f"{name}: the engine keeps {prod(wanted[1])} elements from {wanted[0]} of shape {wanted[1]}, "
+                f"the trainer holds {covered} of them"
+            )
+    for ((start, shape), _), (senders, receivers) in regions.items():
+        yield Overlap(name, start, shape, dict(sorted(senders.items())), receivers)
+
+
+def _cut(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[TransferGroup]:
+    if sum(overlap.numel for overlap in overlaps) <= max_numel:
+        yield TransferGroup(tuple(overlaps), unit)
+        return
+    for overlap in overlaps:
+        start, shape = overlap.start, overlap.shape
+        rows = max(1, max_numel // max(1, prod(shape[1:])))
+        for first in range(0, shape[0], rows):
+            part = ((start[0] + first, *start[1:]), (min(rows, shape[0] - first), *shape[1:]))
+            yield TransferGroup((replace(overlap, start=part[0], shape=part[1]),), unit)

@@ -1,0 +1,141 @@
+"""`megarl plan --weights`: figures of the plan that is executed, its floor, and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import Config
+from megarl.layout import Parallel
+from megarl.models.engine import engine_layout
+from megarl.planner.cost import Links, price_plan
+from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
+from megarl.telemetry.plan_figure import draw_plan
+from megarl.weights.fleet import Fleet
+from megarl.weights.plan import plan_recorded
+from tests.unit.weights.test_plan import whole
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def large(name: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={CONFIGS}/models/{name}", *overrides])
+
+
+def colocated(name: str, world: int) -> Config:
+    return large(name, "launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null")
+
+
+def check(figures: dict[str, object], within: tuple[float, float]) -> None:
+    """Times the floor, without the time of a message and with it."""
+    plain, whole_time = (figures[f"{kind}_seconds"] / figures["floor_seconds"] for kind in ("transfer", "predicted"))  # type: ignore[operator]
+    assert 1.0 <= plain <= within[0] and plain <= whole_time <= within[1], (plain, whole_time)
+    assert figures["plan_seconds"] < 60 and figures["busiest_link_over_mean"] < 1.15  # type: ignore[operator]
+
+
+def published(name: str, parameters: float, *marks: pytest.MarkDecorator) -> object:
+    return pytest.param(name, parameters, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # as published, without multi-token prediction
+        published("deepseek_v3", 671e9),
+        published("gpt_oss_120b", 117e9),
+        published("qwen3_235b_a22b", 235e9, pytest.mark.long),
+        published("kimi_k2", 1.03e12, pytest.mark.long),
+        published("glm_4_5", 355e9, pytest.mark.long),
+        published("llama_3_1_405b", 405e9, pytest.mark.long),
+    ],
+)
+def test_large_models(name: str, parameters: float) -> None:
+    _, figures = plan_weights(large(name))
+    assert figures["model_bytes"] / 2 == pytest.approx(parameters, rel=0.01)
+    assert figures["bytes_received"] == figures["bytes_kept"] >= figures["engine"]["replicas"] * figures["model_bytes"]
+    check(figures, within=(1.1, 1.2))
+    assert figures["largest_message_bytes"] <= figures["round_bytes"]
+    assert sum(figures["bytes_in_of_engine_rank"]) == figures["bytes_received"]
+    assert np.sum(figures["bytes_between"]) == figures["bytes_kept"]
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_large_model_colocated() -> None:
+    plan, figures = plan_weights(colocated("gpt_oss_120b", 64))
+    check(figures, within=(1.3, 1.6))
+    moved = plan.message_sender != plan.message_receiver
+    for ranks in (plan.message_sender, plan.message_receiver):
+        load = np.bincount(plan.message_round[moved] * 64 + ranks[moved], plan.message_bytes[moved])
+        assert load.max() <= figures["round_bytes"]
+
+
+def test_processes_per_node_and_split_ranks() -> None:
+    config = large("qwen3_235b_a22b", "launch.processes_per_node=4")
+    fleet = fleet_of(config, ranks_per_node=8)
+    assert (fleet.ranks_per_node, fleet.first_receiver, fleet.world) == (4, 128, 256)
+    assert fleet_of(large("qwen3_235b_a22b")).ranks_per_node == 8
+    assert fleet_of(large("qwen3_235b_a22b"), ranks_per_node=2).ranks_per_node == 2
+
+
+def test_cost_of_a_plan_worked_by_hand() -> None:
+    """Two nodes of two ranks; rank 0 holds four tensors of 64 bytes, ranks 2 and 3 keep all of them."""
+    tensors = [whole(f"t{index}") for index in range(4)]
+    plan = plan_recorded(
+        [tensors, [], [], []], [[], [], tensors, tensors], itemsize=4, round_bytes=1 << 20, ranks_per_node=2
+    )
+    fleet = Fleet(Parallel(), 2, tensor=1, replicas=2, ranks_per_node=2)
+    cost = price_plan(plan, fleet, Links(network=64.0, nvlink=640.0))
+    # round 0: two tensors to each over the network; round 1: each relays its two to the other
+    assert (cost.num_rounds, cost.num_messages) == (2, 4)
+    assert cost.bytes_out.tolist() == [256, 0, 128, 128] and cost.bytes_in.tolist() == [0, 0, 256, 256]
+    assert (cost.bytes_kept, cost.bytes_received, cost.bytes_relayed) == (512, 512, 256)
+    assert cost.transfer_seconds == pytest.approx(256 / 64 + 128 / 640)
+    assert cost.predicted_seconds - cost.transfer_seconds == pytest.approx((2 + 2) * 1e-5)
+    # into the node 256 bytes by two cards, out of the two trainers 256 bytes, 256 to a rank over NVLink
+    assert cost.floor_seconds == pytest.approx(max(256 / 128, 256 / 128, 256 / 640))
+    assert cost.busiest_link_over_mean == 1.0
+    assert cost.largest_message_bytes == 128 and cost.staged_bytes == 256
+    # rank 2 in round 0: 128 bytes arrive, 128 to be relayed are packed; four tensors are open at no time, but two are
+    assert cost.peak_extra_bytes == 256 + 128
+
+
+def test_messages_file_lists_what_crosses_ranks(tmp_path: Path) -> None:
+    text = (
+        "model: {create: {family: qwen3_moe, experts: 4, tied: false, layers: 4}}\nparallel: {pipeline: 2, expert: 2}\n"
+    )
+    (tmp_path / "c.yaml").write_text(text + "rollout: {tensor: 2}\nlaunch: {processes: 4, processes_per_node: 2}\n")
+    plan, figures = plan_weights(load_config(tmp_path / "c.yaml", ["sync.round_bytes=4096"]))
+    write_messages(plan, tmp_path / "messages.jsonl")
+    listed = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
+    lowered = [
+        [message.round, message.sender, message.receiver, plan.itemsize * message.numel]
+        for rank in range(4)
+        for messages in plan.lower(rank).rounds
+        for message in messages
+        if message.sender == rank != message.receiver
+    ]
+    assert listed == sorted(lowered) and len(listed) == figures["num_messages"] > 10
+    assert sum(line[3] for line in listed) == figures["bytes_received"]
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "model: {create: {family: qwen3_moe, experts: 4, tied: false, layers: 4}}\n"
+        "parallel: {pipeline: 2, expert: 2}\n"
+        "launch: {topology: split, processes: 4}\nrollout: {tensor: 2, replicas: 3}\n"
+    )
+    _, figures = plan_weights(load_config(tmp_path / "c.yaml"))
+    draw_plan(figures, tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    for label in ("stage 1: 2 x", "replica 2: 2 x", "pp2 ep2 dp2 on 4 GPUs to 3 x tp2"):
+        assert label in text, label
+    with pytest.raises(ValueError, match=r"a picture is a \.png or a \.svg"):
+        draw_plan(figures, tmp_path / "plan.gif")
+
+
+def test_engine_layout_spreads_experts_over_all_ranks() -> None:
+    at = engine_layout(tensor=2, expert=8, rank=5)
+    assert (at.tp.size, at.tp.rank, at.ep.size, at.ep.rank, at.etp.size) == (2, 1, 8, 5, 1)
