@@ -122,7 +122,7 @@ class BalancedRouter(TopKRouter):
 
 
 def use_router(layer: Any) -> None:
-    """Make the spec of a layer with experts build BalancedRouter; its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
+    """Make a layer's spec build BalancedRouter; the spec of its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
     mlp = layer.submodules.mlp
     parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     parts.router = BalancedRouter
