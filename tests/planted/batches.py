@@ -114,8 +114,8 @@ BATCHES = [
     ),
     (
         "rollout/schedule.py",
-        "self._groups(prompts.take(count - len(kept)), version)",
-        "self._groups(prompts.take(count), version)",
+        "prompts.take(count - len(kept))",
+        "prompts.take(count)",
         f"{SCHEDULE}::test_refills_are_bounded",
     ),
     (

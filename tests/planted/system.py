@@ -156,8 +156,8 @@ SYSTEM = [
     ),
     (
         "checkpoint/state.py",
-        'self.prompts.restore(kept["prompts"])',
-        "pass",
+        "self.prompts.restore(",
+        "dict(",
         f"{STATE}::test_everything_comes_back_as_it_was_when_it_was_saved",
     ),
 ]
