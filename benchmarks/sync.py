@@ -3,10 +3,10 @@
     setup: ranks are started once, each with its shards, an engine's memory and a Publisher     call: one sync, timed
 
 Both contenders run the same Publisher, with its checksums, over the same transport. The baseline does what most
-systems do, in its kindest form: every rank receives every tensor whole (planned, in buckets, no collective a tensor)
+systems do, in its kindest form: every rank receives every tensor whole (planned, in messages, no collective per tensor)
 and then copies the slices that its engine keeps. What is compared is what lies in the engines afterwards.
 
-What verification costs is shown by the same sync with nothing checked: no checksum of a bucket, nothing read back.
+What verification costs is shown by the same sync with nothing checked: no checksums of messages, nothing read back.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ def view(memory: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
     return memory[part.param].as_strided(part.shape, part.strides, part.offset)
 
 
-def held(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
+def slices_of_rank(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
     padded = -(-shape.vocab // (8 * parallel.tensor)) * 8 * parallel.tensor
     return megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=padded)
 
 
 class _Ranks:
-    """Processes that wait for a word to sync, and end with this one."""
+    """Processes that sync when asked to, and end with this one."""
 
     def __init__(self, world: int, model: str, *, gather: bool, is_checked: bool) -> None:
         with socket.socket() as free:
@@ -151,14 +151,14 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     if not is_checked:
         execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
         memory_receiver.copy_and_verify = copy_unchecked
-    sources = [held(shape, trainer, world, r) for r in range(world)]
+    sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])
     full = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
     for part in sources[rank]:
         view(parameters, part).copy_(slice_of(full, part))
     slices = Parallel(tensor=tensor, expert_tensor=tensor)  # as vLLM: every rank keeps a slice of every expert
-    destinations = [held(shape, slices, tensor, r % tensor) for r in range(world)]
+    destinations = [slices_of_rank(shape, slices, tensor, r % tensor) for r in range(world)]
     engine = receiver = Memory(destinations[rank])
     if gather:
         whole = [ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()]

@@ -1,21 +1,31 @@
-"""The roles the loop knows. A backend is whatever fits one of these; the loop never asks which.
+"""The roles the loop knows. A backend is anything that implements one; the loop never asks which.
 
-In colocated mode every rank calls every method, in the same order, and gets the same answer (SPMD).
+In colocated mode every rank runs the loop, calls every method in the same order, and gets the same result (SPMD):
+
+    rank 0    collect ----------> score, update ------> publish ----> next step
+                 |  all-gather       |  collectives        |  P2P
+    rank r    collect ----------> score, update ------> publish ----> next step
+
+    collect   waits for the slowest replica: every rank receives all samples, scored
+    update    waits for the slowest data rank: gradients and the decision to skip are all-reduced
+    publish   waits until every rank has verified what it received
+
+A decision to stop or skip is taken on an all-reduced value. An exception on one rank is published, so that no peer
+waits in a collective until its time-out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megarl.types import (
-    Group,
     LogProbs,
-    MicrobatchPlan,
     ObjectiveState,
     Prompt,
     PublishReport,
+    Rollout,
     Sample,
     ScoredBatch,
     StepReport,
@@ -23,23 +33,13 @@ from megarl.types import (
 )
 
 __all__ = [
-    "Actor",
-    "Checkpoint",
-    "Checks",
-    "Evaluation",
-    "Phases",
-    "Prompts",
-    "Request",
-    "Rewards",
-    "Rollouts",
-    "Sampler",
-    "Telemetry",
-    "Weights",
-]
+    "Checkpoint", "Checks", "Evaluation", "Gate", "Learner", "Phases", "Prompts", "Record", "Request", "Rewards",
+    "Rollouts", "Sampler", "Telemetry", "Weights",
+]  # fmt: skip
 
 
 class Request(Protocol):
-    """One sample to draw: `index` is which of the prompt's samples, `seed` fixes its random stream."""
+    """One sample to draw: `index` numbers the samples of a prompt, `seed` fixes its random stream."""
 
     prompt: Prompt
     index: int
@@ -62,7 +62,7 @@ class Sampler(Protocol):
 
 
 class Rewards(Protocol):
-    """Scores samples; never raises. A sample that cannot be scored comes back with reward None."""
+    """Scores samples; never raises. A sample that cannot be scored has reward None."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]: ...
 
@@ -70,30 +70,39 @@ class Rewards(Protocol):
 class Rollouts(Protocol):
     """Prompts in, scored groups out: generates, scores, filters, refills; the same groups on every rank."""
 
-    def collect(self, prompts: Prompts, count: int, *, version: int) -> list[Group]: ...
+    def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
 
 
-class Actor(Protocol):
-    """The policy as it is trained."""
+# Returns metrics, or raises CheckFailed to refuse the update.
+Gate = Callable[[TrainBatch, LogProbs], Mapping[str, float]]
 
-    def logprobs(self, batch: TrainBatch) -> LogProbs: ...
-    def update(self, batch: ScoredBatch, plan: MicrobatchPlan) -> StepReport: ...
+
+class Learner(Protocol):
+    """What is trained."""
+
+    def score(self, batch: TrainBatch) -> LogProbs:
+        """Whatever the objective needs before the update."""
+        ...
+
+    def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
+        """The updates of one batch; a refusal of the gate leaves everything untouched."""
+        ...
 
 
 class Weights(Protocol):
-    """Moves the actor's weights into the engine, verified."""
+    """Moves the trainer's weights into the engine, verified."""
 
     def publish(self, *, version: int) -> PublishReport: ...
 
 
 class Checks(Protocol):
-    """Refuses to go on (CheckFailed) when trainer and engine do not agree."""
+    """Refuses to continue (CheckFailed) when trainer and engine disagree; `parity` is a Gate."""
 
-    def parity(self, batch: TrainBatch, logprobs: LogProbs) -> None: ...
+    def parity(self, batch: TrainBatch, logprobs: LogProbs) -> Mapping[str, float]: ...
 
 
 class Phases(Protocol):
-    """Who owns the device now. On CPU and in split mode the phases are only timed."""
+    """Which part of the job owns the device. On CPU and in split mode the phases are only timed."""
 
     def rollout(self) -> AbstractContextManager[None]: ...
     def train(self) -> AbstractContextManager[None]: ...
@@ -101,20 +110,26 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """Saves after `step` rollout batches, when it is time to; `last`: there will be no further step."""
+    """Saves after `step` rollout batches, when a save is due; `last`: there will be no further step."""
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
 
 
 class Evaluation(Protocol):
-    """Measures the policy on held-out problems after `step` steps, when it is time to."""
+    """Measures the policy on held-out problems after `step` steps, when an evaluation is due."""
 
     def maybe_run(self, step: int) -> Mapping[str, Any] | None: ...
 
 
-class Telemetry(Protocol):
-    """One line of metrics a step, and a bar for whoever watches."""
+class Record(Protocol):
+    """Writes the metrics of one step from what its roles returned."""
 
-    def step(self, step: int) -> AbstractContextManager[None]: ...
-    def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None: ...
-    def record(self, metrics: Mapping[str, Any]) -> None: ...
+    def __call__(self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None: ...
+
+
+class Telemetry(Protocol):
+    """One line of metrics a step, and a progress bar."""
+
+    def step(self, step: int) -> AbstractContextManager[Record]: ...
+    def span(self, name: str) -> AbstractContextManager[None]: ...
+    def add(self, metrics: Mapping[str, Any]) -> None: ...

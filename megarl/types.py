@@ -1,41 +1,30 @@
-"""What flows through the loop: Prompt -> Sample -> Group -> TrainBatch -> ScoredBatch -> StepReport.
+"""The types of the training loop: Prompt -> Sample -> Group -> TrainBatch -> ScoredBatch -> StepReport.
 
-Frozen, with shapes. N = rows (samples) of the batch, T = tokens of all rows laid end to end,
-L = tokens of one sample (prompt and response). A later stage is a new type, never a field that
-is filled in later. Tensors live on the CPU; a rank moves only its own micro-batches to a device.
+All are frozen. N = rows (samples) of a batch, T = tokens of all rows end to end, L = tokens of one sample (prompt and
+response), M = tokens of the rows of one micro-batch. A later stage is a new type, never a field that is filled in
+later. Tensors live on the CPU; a rank moves only its own micro-batches to its device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 __all__ = [
-    "FINISH",
-    "CheckFailed",
-    "Finish",
-    "Group",
-    "LogProbs",
-    "MicrobatchPlan",
-    "ObjectiveState",
-    "Prompt",
-    "PublishReport",
-    "Sample",
-    "ScoredBatch",
-    "StepReport",
-    "TrainBatch",
-    "UpdateReport",
-]
+    "FINISH", "CheckFailed", "Finish", "Group", "LogProbs", "Loss", "MicrobatchPlan", "MicrobatchRows",
+    "ObjectiveState", "Prompt", "PublishReport", "Rollout", "Sample", "ScoredBatch", "StepReport", "TokenBatch",
+    "TokenLosses", "TokenOutputs", "TrainBatch", "UpdateReport",
+]  # fmt: skip
 
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "abort")  # TrainBatch.finish indexes this
 
 
 class CheckFailed(RuntimeError):
-    """A check refuses to go on (exit code 3). Raised on every rank of the run alike."""
+    """A check refuses to continue (exit code 3). Raised on every rank of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +40,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer with its prompt in front. Row l of every tensor is about ``tokens[l]``."""
+    """One response with its prompt in front; element l of every tensor describes ``tokens[l]``."""
 
     prompt_id: int
-    index: int  # which of the prompt's samples
+    index: int  # among the samples of the prompt
     tokens: Tensor  # [L] int64
     trainable: Tensor  # [L] bool: True where the policy sampled the token
     rollout_logprobs: Tensor  # [L] fp32, of tokens[l]; 0 where not trainable
@@ -63,8 +52,8 @@ class Sample:
     text: str = ""  # the response, decoded
     reward: float | None = None  # None: not scored (yet, or the reward failed)
     rewards: Mapping[str, float] = field(default_factory=dict)  # each reward, unweighted
-    step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step ending there)
-    has_outcome: bool = True  # False: `reward` only sums up the steps, and is not trained on beside them
+    step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step that ends there)
+    has_outcome: bool = True  # False: `reward` only sums up the steps; it is not trained on beside them
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,29 +63,29 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    baseline: float | None = None  # reward of the greedy sample (ReMax); None: there was none
+    baseline: float | None = None  # reward of the greedy sample (ReMax)
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What one step sampled, the same on every rank."""
+
+    groups: tuple[Group, ...]  # those to train on
+    generated: tuple[Group, ...]  # every scored group, also those that were filtered out
+    counts: Mapping[str, int]  # samples and groups left out, by cause
+    digest: str  # sha256 over prompt id, sample index and tokens of `groups`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """All rows end to end, shifted once: position t predicts ``labels[t] = tokens[t + 1]``."""
+class TokenBatch:
+    """All that a forward pass needs. Rows lie end to end and are shifted once: ``labels[t] = tokens[t + 1]``."""
 
     tokens: Tensor  # [T] int64
-    labels: Tensor  # [T] int64; at the last position of a row: 0, never used
-    mask: Tensor  # [T] bool: True iff labels[t] was sampled by the policy
-    rollout_logprobs: Tensor  # [T] fp32, of labels[t]
-    token_rewards: Tensor  # [T] fp32, outcome reward on the last True position of each row
-    step_ends: Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
-    outcome_at: Tensor  # [N] int64: where each row's outcome reward sits in [T]; -1: it has none
+    labels: Tensor  # [T] int64; 0 and never used at the last position of a row
+    mask: Tensor  # [T] bool: True where labels[t] is learned; False at the last position of a row
     cu_seqlens: Tensor  # [N + 1] int64
-    rewards: Tensor  # [N] fp32, of the whole row
-    baseline: Tensor  # [N] fp32
-    group: Tensor  # [N] int64, dense ids 0..G-1
-    prompt_id: Tensor  # [N] int64
-    finish: Tensor  # [N] int64, index into FINISH
-    versions: Tensor  # [N, 2] int64
-    temperature: float
+    temperature: float  # of the softmax
 
     @property
     def num_rows(self) -> int:
@@ -108,22 +97,72 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch(TokenBatch):
+    """A rollout batch with its rewards; `mask` is True where the policy sampled the label."""
+
+    rollout_logprobs: Tensor  # [T] fp32, of labels[t]
+    token_rewards: Tensor  # [T] fp32, outcome reward on the last True position of each row
+    step_ends: Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
+    outcome_at: Tensor  # [N] int64: position of each row's outcome reward in [T]; -1: it has none
+    rewards: Tensor  # [N] fp32, of the whole row
+    baseline: Tensor  # [N] fp32
+    group: Tensor  # [N] int64, dense ids 0..G-1
+    prompt_id: Tensor  # [N] int64
+    finish: Tensor  # [N] int64, index into FINISH
+    versions: Tensor  # [N, 2] int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(TrainBatch):
-    """A batch with its advantages; `ref_logprobs` is None when the objective has no reference term."""
+    """A batch with its advantages."""
 
     advantages: Tensor  # [T] fp32
-    old_logprobs: Tensor  # [T] fp32, the trainer's own, before the first update on this batch
-    ref_logprobs: Tensor | None  # [T] fp32
-    kl_coef: float  # in force for this batch, in the reward as in the loss
+    old_logprobs: Tensor | None  # [T] fp32, the trainer's before the update; None: those of the update's own forward
+    ref_logprobs: Tensor | None  # [T] fp32; None: the objective has no reference term
+    kl_coef: float  # in force for this batch, in the reward and in the loss
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """What the trainer says of ``labels``: global [T] on every rank, fp32, 0 where mask is False."""
+    """The trainer's log-probs of ``labels``: [T] fp32 on every rank, 0 where the mask is False."""
 
     old: Tensor  # [T]
-    ref: Tensor | None  # [T], None without a reference term
-    entropy: Tensor | None = None  # [T]
+    ref: Tensor | None  # [T]; None: the objective has no reference term
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutputs:
+    """What a head computes for each position, fp32; None: the head does not compute it."""
+
+    logprobs_T: Tensor | None = None  # of the label
+    entropy_T: Tensor | None = None  # nats
+    values_T: Tensor | None = None  # one number a token: a critic's value, a reward model's score
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchRows:
+    """The rows of one micro-batch as a loss sees them: whole rows end to end, M positions; none at all is legal."""
+
+    rows: tuple[int, ...]  # R row indices of the batch
+    index: Tensor  # [M] int64, on the CPU: where each position lies in the batch's [T]
+    cu_seqlens: Tensor  # [R + 1] int64
+    mask: Tensor  # [M] bool
+
+    def select(self, x_T: Tensor) -> Tensor:
+        """[M], on the device: these rows of a [T] tensor of the batch."""
+        return x_T[self.index].to(self.mask.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """The losses of one micro-batch, and what was measured on the way."""
+
+    loss: Tensor  # [M] with gradient, unweighted, 0 where the mask is False
+    sums: Mapping[str, Tensor]  # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
+    count: Tensor  # 0-d: what the sums are divided by, once both are summed over micro-batches and ranks
+
+
+Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +177,22 @@ class MicrobatchPlan:
     num_tokens: tuple[int, ...]  # trainable tokens of each update, over all ranks
     efficiency: float  # real tokens / (tokens of the fullest rank's micro-batches x dp ranks), 0..1
 
+    def updates(self) -> tuple[MicrobatchPlan, ...]:
+        """A plan for each update alone."""
+        updates = zip(self.rows, self.num_tokens, strict=True)
+        return tuple(MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates)
+
+    def row_indices(self) -> list[int]:
+        """The rows of all updates, ranks and micro-batches."""
+        return [row for update in self.rows for rank in update for rows in rank for row in rows]
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveState:
     """What the objective carries from step to step; saved with checkpoints."""
 
     kl_coef: float
-    reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of outcome rewards seen, clipped if raw
+    reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of all outcome rewards so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +208,15 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The updates made on one rollout batch."""
+    """The updates made on one batch."""
 
     updates: tuple[UpdateReport, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole step: logprob_diff/mean ...
 
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One weight sync: what was loaded, how much moved, and that it was verified."""
+    """One weight sync."""
 
     version: int
     num_tensors: int

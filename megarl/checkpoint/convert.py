@@ -133,14 +133,14 @@ class Conversion:
             self.progress("verify", flat.nbytes)
             return self.conversion_map.checksums(param, flat)
 
-        found: Counter[str] = Counter()
+        actual: Counter[str] = Counter()
         try:
             written = self.target.reopen(staging)
             for sums in readers.map(read, [param for file in self.target.files for param in file.params]):
-                found.update(sums)
+                actual.update(sums)
         except ValueError as error:
             return f"what was written cannot be read back: {error}"
-        wrong = [name for name in expected if (expected[name] - found[name]) % (1 << 64)]
+        wrong = [name for name in expected if (expected[name] - actual[name]) % (1 << 64)]
         if not wrong:
             return ""
         return (

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["Sums", "differences", "manifest", "prune", "staging", "steps", "sums
 
 MANIFEST = "manifest.json"
 
-Sums = Mapping[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
+Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
 
 def steps(folder: Path) -> list[int]:
@@ -45,7 +45,7 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
 
 
-def sums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def sums(folder: Path, names: Iterable[str]) -> Sums:
     """Size and checksum of files, read back from disk."""
     read = {}
     for name in names:

@@ -148,14 +148,15 @@ def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[
     axis = lead_axis(box.shape)
     rows = box.shape[axis]
     part, limit = -(-rows // parts), max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
-    for begin in (first for start in range(0, rows, part) for first in range(start, min(start + part, rows), limit)):
-        count = min(limit, part - begin % part, rows - begin)
-        yield replace(
-            box,
-            start=(*box.start[:axis], box.start[axis] + begin, *box.start[axis + 1 :]),
-            shape=(*box.shape[:axis], count, *box.shape[axis + 1 :]),
-            offset=box.offset + begin * box.strides[axis],
-        )
+    for first in range(0, rows, part):
+        for begin in range(first, min(first + part, rows), limit):
+            count = min(limit, first + part - begin, rows - begin)
+            yield replace(
+                box,
+                start=(*box.start[:axis], box.start[axis] + begin, *box.start[axis + 1 :]),
+                shape=(*box.shape[:axis], count, *box.shape[axis + 1 :]),
+                offset=box.offset + begin * box.strides[axis],
+            )
 
 
 def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:

@@ -28,7 +28,7 @@ def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
             loaded: Any = dist_checkpointing.load(sharded, str(folder))
         except Exception as error:  # Megatron and torch have a class of their own for each way to fail
             raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it another model's?") from error
-        kept = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
-        for name, tensor in kept.items():
+        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
+        for name, tensor in tensors.items():
             if name in loaded:
                 tensor.data.copy_(loaded[name])

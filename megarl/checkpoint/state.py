@@ -141,19 +141,19 @@ class Checkpoints:
         source = self._find(resume)
         if source is None:
             return 0, self._now.state
-        kept: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
-        same_world = kept["world"] == dist.get_world_size()
+        common: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
+        same_world = common["world"] == dist.get_world_size()
         sharded = self._sharded(loading=True) | (_sharded_random() if same_world else {})
         loaded: Any = dist_checkpointing.load(sharded, str(source))
         for name, chunk in self._chunks():
             chunk.load_state_dict(loaded[name])
         _load_optimizer(self.trained.optimizer, loaded["optimizer"])
-        self.trained.scheduler.load_state_dict(kept["schedule"])
-        self.prompts.restore(kept["prompts"])
+        self.trained.scheduler.load_state_dict(common["schedule"])
+        self.prompts.restore(common["prompts"])
         if same_world:
             _set_random(loaded["random"])
-        state = ObjectiveState(**{**kept["state"], "reward_stats": tuple(kept["state"]["reward_stats"])})
-        self._now = _Boundary(int(kept["step"]), state, kept["prompts"])
+        state = ObjectiveState(**{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])})
+        self._now = _Boundary(int(common["step"]), state, common["prompts"])
         self._saved = self._now.step
         return self._now.step, state
 
@@ -223,11 +223,12 @@ def _wrong(folder: Path) -> str:
 
 def _sharded_random() -> dict[str, ShardedObject]:
     """This rank's random generators; of use to the same rank of a world of the same size."""
+    megatron: Any = get_cuda_rng_tracker()
     state = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "python": random.getstate(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "megatron": megatron.get_states(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -238,7 +239,8 @@ def _set_random(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
+    megatron: Any = get_cuda_rng_tracker()
+    megatron.set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 

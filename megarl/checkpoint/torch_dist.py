@@ -50,10 +50,8 @@ def stored_tensors(model: nn.Module) -> StoredTensors:
     """What Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
     shapes, padded, objects = {}, set(), []
-    tensors, sharded = (
-        dict(model.named_parameters()) | dict(model.named_buffers()),
-        cast(Any, model).sharded_state_dict(),
-    )
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    sharded = cast(Any, model).sharded_state_dict()
     apply_factories(sharded)  # gate and up of a fused linear are stored separately
     for name, entry in sharded.items():
         param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
@@ -66,7 +64,8 @@ def stored_tensors(model: nn.Module) -> StoredTensors:
             strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
             slices[param].append(ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides))
             shapes[shard.key] = tuple(shard.global_shape)
-            padded |= {shard.key} if shard.allow_shape_mismatch else set()
+            if shard.allow_shape_mismatch:
+                padded.add(shard.key)
     return StoredTensors(slices, shapes, frozenset(padded), objects)
 
 

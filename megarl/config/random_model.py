@@ -1,4 +1,4 @@
-"""`model.create` as the two Hugging Face JSON files it will be written as: pure data, no weights, no torch.
+"""`model.create` as the two Hugging Face JSON files that describe the model: pure data, no weights, no torch.
 
 The tokenizer's vocabulary lives here too, because the size of the model's vocabulary follows from it.
 """
@@ -17,7 +17,7 @@ __all__ = ["BOS", "EOS", "PAD", "SPECIAL", "UNK", "characters", "generation_conf
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 
-# Most useful first: a vocabulary smaller than this keeps arithmetic and lower-case words, the rest reads as <unk>
+# Most useful first: a smaller vocabulary keeps arithmetic and lower-case words, and the rest is read as <unk>
 _CHARACTERS = (
     string.digits
     + " \n"
@@ -30,7 +30,7 @@ _CHARACTERS = (
 
 
 def characters(create: Create) -> tuple[str, ...]:
-    """The tokens of the character tokenizer: special ones, phrases, characters; cut to `create.vocab`."""
+    """The tokens of the character tokenizer: special ones, phrases, characters; truncated to `create.vocab`."""
     return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 

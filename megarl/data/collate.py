@@ -12,9 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.types import FINISH, Group, Sample, TrainBatch
+from megarl.types import FINISH, Group, Sample, TokenBatch, TrainBatch
 
-__all__ = ["collate"]
+__all__ = ["collate", "token_batch"]
+
+
+def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
+    """The batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""
+    return TokenBatch(
+        tokens=_flat([tokens for tokens, _ in rows], torch.int64),
+        labels=_flat([_shifted(tokens, 0) for tokens, _ in rows], torch.int64),
+        mask=_flat([_shifted(trainable, False) for _, trainable in rows], torch.bool),
+        cu_seqlens=torch.tensor([0, *(tokens.numel() for tokens, _ in rows)]).cumsum(0),
+        temperature=temperature,
+    )
 
 
 def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False) -> TrainBatch:
@@ -27,17 +38,17 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     masks = [_mask(sample, mask_truncated) for sample in samples]
     reward_rows = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
     logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
-    cu_seqlens = torch.tensor([0, *(sample.tokens.numel() for sample in samples)]).cumsum(0)
+    tokens = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=temperature)
     outcome_N = torch.tensor([position for _, _, position in reward_rows], dtype=torch.int64)
     return TrainBatch(
-        tokens=_flat([sample.tokens for sample in samples], torch.int64),
-        labels=_flat([_shifted(sample.tokens, 0) for sample in samples], torch.int64),
+        tokens=tokens.tokens,
+        labels=tokens.labels,
         mask=_flat(masks, torch.bool),
         rollout_logprobs=_flat(logprobs, torch.float32),
         token_rewards=_flat([rewards for rewards, _, _ in reward_rows], torch.float32),
         step_ends=_flat([ends for _, ends, _ in reward_rows], torch.bool),
-        outcome_at=torch.where(outcome_N < 0, -1, outcome_N + cu_seqlens[:-1]),
-        cu_seqlens=cu_seqlens,
+        outcome_at=torch.where(outcome_N < 0, -1, outcome_N + tokens.cu_seqlens[:-1]),
+        cu_seqlens=tokens.cu_seqlens,
         rewards=torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32),
         baseline=torch.tensor([group.baseline or 0.0 for _, group, _ in rows], dtype=torch.float32),
         group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),

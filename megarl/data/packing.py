@@ -12,13 +12,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
 from megarl.config.schema import Train
 from megarl.layout import Layout
-from megarl.types import MicrobatchPlan, TrainBatch
+from megarl.types import MicrobatchPlan, TokenBatch, TrainBatch
 
 __all__ = ["first_fit_decreasing", "microbatch_multiple", "partition", "plan_microbatches", "plan_rows"]
 
@@ -29,15 +29,21 @@ PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micr
 ATTENTION_LENGTH = 24576
 
 
-def plan_microbatches(batch: TrainBatch, layout: Layout, train: Train) -> MicrobatchPlan:
-    """The plan of one rollout batch: which rows each rank runs in each micro-batch of each update."""
+def plan_microbatches(
+    batch: TokenBatch, layout: Layout, train: Train, *, units: Sequence[int] | None = None
+) -> MicrobatchPlan:
+    """The plan of one batch: which rows each rank runs in each micro-batch of each update.
+
+    Rows of one unit (consecutive equal ids, such as the two rows of a preference pair) stay in one micro-batch.
+    """
     lengths = batch.cu_seqlens.diff().tolist()
     rows = plan_rows(
         lengths,
         dp=layout.dp.size,
         updates=train.updates_per_step,
         max_tokens=train.max_tokens_per_microbatch,
-        groups=batch.group.tolist(),
+        groups=batch.group.tolist() if isinstance(batch, TrainBatch) else units,
+        units=units,
         multiple=microbatch_multiple(layout),
     )
     trained_N = np.diff(np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()])
@@ -57,16 +63,31 @@ def plan_rows(
     updates: int,
     max_tokens: int,
     groups: Sequence[int] | None = None,
+    units: Sequence[int] | None = None,
     multiple: int = 1,
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, with every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update; fewer groups than `updates` make fewer updates.
-    Every rank has the same number of micro-batches, a multiple of `multiple`, some of them empty if there are too few
-    rows. A row longer than `max_tokens` has a micro-batch to itself.
+    Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; fewer groups
+    than `updates` make fewer updates. Every rank has the same number of micro-batches, a multiple of `multiple`, some
+    of them empty if there are too few rows. A row (or unit) longer than `max_tokens` has a micro-batch to itself.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens}; give a positive number of tokens")
+    if units is not None:
+        rows_of_unit = [tuple(rows) for _, rows in groupby(range(len(units)), key=lambda row: units[row])]
+        planned = plan_rows(
+            [sum(lengths[row] for row in rows) for rows in rows_of_unit],
+            dp=dp,
+            updates=updates,
+            max_tokens=max_tokens,
+            groups=None if groups is None else [groups[rows[0]] for rows in rows_of_unit],
+            multiple=multiple,
+        )
+        return tuple(
+            tuple(tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank) for rank in update)
+            for update in planned
+        )
     lengths_N = np.asarray(lengths, dtype=np.int64)
     ranges = _split_groups(range(len(lengths)) if groups is None else groups, updates)
     return tuple(_plan_update(np.asarray(rows, np.int64), lengths_N, dp, max_tokens, multiple) for rows in ranges)

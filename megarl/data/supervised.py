@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from megarl.data.collate import collate
+from megarl.data.collate import token_batch
 from megarl.data.tokenizer import Tokenizer
-from megarl.types import Group, Prompt, Sample, TrainBatch
+from megarl.types import Prompt, TokenBatch
 
 __all__ = ["Examples"]
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Makes the TrainBatch of prompts: mask True on the answers, all rewards 0.
+    """Called with prompts, returns their batch: one row each, whose answer is learned.
 
     Raises ValueError for a prompt without an answer.
     """
@@ -24,11 +25,10 @@ class Examples:
     tokenizer: Tokenizer
     temperature: float = 1.0  # of the distribution whose likelihood is maximised
 
-    def __call__(self, prompts: Sequence[Prompt]) -> TrainBatch:
-        groups = [Group(prompt, (self._example(prompt),)) for prompt in prompts]
-        return collate(groups, temperature=self.temperature)
+    def __call__(self, prompts: Sequence[Prompt]) -> TokenBatch:
+        return token_batch([self._row(prompt) for prompt in prompts], temperature=self.temperature)
 
-    def _example(self, prompt: Prompt) -> Sample:
+    def _row(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
         if prompt.answer is None:
             raise ValueError(
                 f"problem {prompt.prompt_id} has no answer ({prompt.text[:40]!r}), and stage: sft learns from answers; "
@@ -36,6 +36,4 @@ class Examples:
             )
         answer = self.tokenizer.encode_answer(prompt.answer)
         tokens = torch.tensor([*prompt.tokens, *answer])
-        trainable = torch.arange(tokens.numel()) >= len(prompt.tokens)
-        none = torch.zeros(tokens.numel())
-        return Sample(prompt.prompt_id, 0, tokens, trainable, none, (0, 0), "stop", prompt.answer, reward=0.0)
+        return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)

@@ -1,4 +1,4 @@
-"""What each transformer layer gives, in a form that no layout changes: eight fixed projections of every token.
+"""The output of each transformer layer in a form that no layout changes: eight fixed projections of every token.
 
 layer of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, 8] --scatter by batch position--> [layers, T, 8]
 """
@@ -15,47 +15,49 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.trainer.microbatch import Microbatch
-from megarl.trainer.trainer import Actor
-from megarl.types import TrainBatch
+from megarl.trainer.trainer import Trainer
+from megarl.types import TokenBatch
 
 __all__ = ["probe_layers"]
 
-NUM = 8  # projections
+NUM_PROJECTIONS = 8
 
 
 @contextmanager
-def probe_layers(actor: Actor, batch: TrainBatch) -> Iterator[Tensor]:
-    """Around one `actor.logprobs(batch)` without a reference: afterwards the tensor yielded is filled, [layers, T, 8]
-    fp64 on the CPU, the same on every rank."""
-    found = torch.zeros(actor.shape.layers, batch.num_tokens, NUM, dtype=torch.float64)
-    random = torch.Generator().manual_seed(0)
-    onto_H8 = torch.randn(actor.shape.hidden, NUM, generator=random, dtype=torch.float64) / actor.shape.hidden**0.5
-    microbatches = actor.microbatches(batch)
+def probe_layers(trainer: Trainer, batch: TokenBatch) -> Iterator[Tensor]:
+    """Around one `trainer.forward(batch)`: the tensor yielded is filled when the context ends, [layers, T, 8] fp64 on
+    the CPU, the same on every rank."""
+    projected_T8 = torch.zeros(trainer.shape.layers, batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
+    random, hidden_size = torch.Generator().manual_seed(0), trainer.shape.hidden
+    projection_H8 = torch.randn(hidden_size, NUM_PROJECTIONS, generator=random, dtype=torch.float64)
+    projection_H8 /= hidden_size**0.5
+    microbatches = trainer.microbatches(batch)
 
     def watch(layer: TransformerLayer) -> torch.utils.hooks.RemovableHandle:
-        order = iter(microbatches)
+        remaining = iter(microbatches)
 
         def hook(_module: torch.nn.Module, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
             hidden_QH = outputs[0].detach().flatten(0, 1)
             if layer.config.sequence_parallel:
                 hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=False)
-            if actor.layout.tp.first:
-                _place(found[layer.layer_number - 1], next(order), hidden_QH.cpu().double() @ onto_H8)
+            if trainer.layout.tp.first:
+                values_Q8 = hidden_QH.cpu().double() @ projection_H8
+                _scatter(projected_T8[layer.layer_number - 1], next(remaining), values_Q8)
 
         return layer.register_forward_hook(hook)
 
-    layers = [module for chunk in actor.model for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    layers = [module for chunk in trainer.model for module in chunk.modules() if isinstance(module, TransformerLayer)]
     hooks = [watch(layer) for layer in layers]
     try:
-        yield found
+        yield projected_T8
     finally:
         for hook in hooks:
             hook.remove()
-    total = found.to(actor.device)
+    total = projected_T8.to(trainer.device)
     dist.all_reduce(total)
-    found.copy_(total)
+    projected_T8.copy_(total)
 
 
-def _place(into_T8: Tensor, microbatch: Microbatch, values_Q8: Tensor) -> None:
+def _scatter(into_T8: Tensor, microbatch: Microbatch, values_Q8: Tensor) -> None:
     is_real = microbatch.source >= 0
-    into_T8[microbatch.index[microbatch.source[is_real]]] = values_Q8[is_real]
+    into_T8[microbatch.rows.index[microbatch.source[is_real]]] = values_Q8[is_real]

@@ -1,6 +1,6 @@
-"""One batch under several layouts: loss, gradient norm, and the first layer whose hidden states are not the same.
+"""One batch under several layouts: loss, gradient norm, and the first layer whose hidden states differ.
 
-layouts, one after another in the same ranks --> Found of each --differences--> where each first leaves the first
+layouts, one after another in the same ranks --> LayoutResult of each --compare--> where it leaves the first one
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.objective import supervised
-from megarl.config.schema import Config
-from megarl.data.collate import collate
+from megarl.algorithms.objective import loss_weights, supervised_loss
+from megarl.data.collate import token_batch
 from megarl.data.packing import plan_microbatches
 from megarl.debug.layer_probe import probe_layers
 from megarl.layout import Layout, Parallel
-from megarl.trainer.trainer import Actor
-from megarl.types import Group, Prompt, Sample, TrainBatch
+from megarl.trainer.trainer import Trainer
+from megarl.types import Prompt, TokenBatch
 
-__all__ = ["Found", "Row", "check_layouts", "compare", "parse_layout", "rows_of"]
+__all__ = ["Comparison", "LayoutResult", "check_layouts", "compare", "parse_layout", "prompt_rows"]
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, over the largest
 AXES = {
@@ -34,7 +33,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutResult:
     layout: str
     loss: float
     grad_norm: float
@@ -43,17 +42,17 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One layout beside the first."""
 
     layout: str
     loss: float
     grad_norm: float
-    difference: str  # where they first differ; "" nowhere
+    difference: str  # where they first differ; "": nowhere
 
 
 def parse_layout(text: str) -> Parallel:
-    """ "tp2,pp2" -> its sizes; "1" or "dp": data parallelism alone. Raises ValueError."""
+    """ "tp2,pp2" -> its sizes; "1" or "dp": data parallelism alone. Raises ValueError for other texts."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, size = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]
@@ -67,54 +66,43 @@ def parse_layout(text: str) -> Parallel:
     return Parallel(**sizes)
 
 
-def rows_of(prompts: Sequence[Prompt], *, num_tokens: int = 0, vocab: int = 0) -> TrainBatch:
-    """Prompts as rows to learn from their second token on; where told, with so many random tokens behind."""
-    random = torch.Generator().manual_seed(0)
-    groups = []
+def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int = 0, vocab: int = 0) -> TokenBatch:
+    """Prompts as rows to learn from their second token on, each followed by `num_tokens` random ones."""
+    random, rows = torch.Generator().manual_seed(0), []
     for prompt in prompts:
-        more = (
-            torch.randint(vocab, (num_tokens,), generator=random) if num_tokens else torch.zeros(0, dtype=torch.int64)
-        )
-        tokens = torch.cat([torch.tensor(prompt.tokens), more])
-        trained, none = torch.arange(tokens.numel()) > 0, torch.zeros(tokens.numel())
-        sample = Sample(prompt.prompt_id, 0, tokens, trained, none, (0, 0), "stop", reward=0.0)
-        groups.append(Group(prompt, (sample,)))
-    return collate(groups, temperature=1.0)
+        suffix = torch.randint(vocab, (num_tokens,), generator=random) if num_tokens else torch.zeros(0).long()
+        tokens = torch.cat([torch.tensor(prompt.tokens), suffix])
+        rows.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
+    return token_batch(rows, temperature=1.0)
 
 
 def check_layouts(
-    config: Config,
-    layouts: Sequence[str],
-    batch: TrainBatch,
-    build: Callable[[Config, Layout], Actor],
-    *,
-    world: int,
-    rank: int,
-) -> list[Found]:
-    """Each layout's model is built by `build`, and takes one update. Every rank calls and gets the same."""
-    found = []
+    layouts: Sequence[str], batch: TokenBatch, build: Callable[[Layout], Trainer], *, world: int, rank: int
+) -> list[LayoutResult]:
+    """Build a trainer in each layout with `build`, and take one update with it.
+
+    Every rank must call, and gets the same results.
+    """
+    results = []
     for text in layouts:
-        parallel = parse_layout(text)
-        sizes = {name: getattr(parallel, name) for name in AXES.values()}
-        values = config.model_dump() | {"parallel": sizes}
-        here = Config.model_validate(values)
-        actor = build(here, Layout.of(parallel, world, rank))
-        with probe_layers(actor, batch) as layers:
-            logprobs = actor.logprobs(batch)
-        scored = supervised(batch, logprobs)
-        update = actor.update(scored, plan_microbatches(scored, actor.layout, here.train)).updates[0]
-        found.append(Found(text, update.loss, update.grad_norm, layers, logprobs.old))
-        actor.close()
-    return found
+        trainer = build(Layout.of(parse_layout(text), world, rank))
+        with probe_layers(trainer, batch) as layers:
+            logprobs_T = trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        plan = plan_microbatches(batch, trainer.layout, trainer.train)
+        update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
+        results.append(LayoutResult(text, update.loss, update.grad_norm, layers, logprobs_T))
+        trainer.close()
+    return results
 
 
-def compare(found: Sequence[Found], dtype: str) -> list[Row]:
-    """Each beside the first."""
-    first, tolerance = found[0], TOLERANCE[dtype]
-    return [Row(x.layout, x.loss, x.grad_norm, _first_difference(x, first, tolerance)) for x in found]
+def compare(results: Sequence[LayoutResult], dtype: str) -> list[Comparison]:
+    """Each result beside the first."""
+    first, tolerance = results[0], TOLERANCE[dtype]
+    return [Comparison(x.layout, x.loss, x.grad_norm, _first_difference(x, first, tolerance)) for x in results]
 
 
-def _first_difference(x: Found, first: Found, tolerance: float) -> str:
+def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:
     for number, (ours, theirs) in enumerate(zip(x.layers, first.layers, strict=True)):
         off = (ours - theirs).abs().amax(1) / theirs.abs().max()
         if not bool((off <= tolerance).all()):

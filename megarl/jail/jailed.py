@@ -121,9 +121,9 @@ def landlock(folder: str, readable: list[str]) -> None:
         if not os.path.exists(path):
             continue
         rights &= known if os.path.isdir(path) else READ_FILE | WRITE_FILE
-        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _check(LIBC.syscall(add, rules, 1, ctypes.create_string_buffer(struct.pack("=Qi", rights, opened)), 0))
-        os.close(opened)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _check(LIBC.syscall(add, rules, 1, ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor)), 0))
+        os.close(descriptor)
     _check(LIBC.syscall(restrict, rules, 0))
     os.close(rules)
 

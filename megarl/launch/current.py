@@ -1,17 +1,14 @@
-"""Which phase this process is in: written by the phases, read by whoever reports a failure, so that a time-out says
-what each rank was doing. No torch, as the launcher reads it too."""
+"""The phase a rank is in, so that the record of a failure says what the rank was doing. No torch."""
 
 from __future__ import annotations
 
-__all__ = ["current", "enter"]
+from dataclasses import dataclass
 
-_now = ["start-up"]  # one process runs one loop
-
-
-def enter(phase: str) -> None:
-    _now[0] = phase
+__all__ = ["CurrentPhase"]
 
 
-def current() -> str:
-    """The phase this process is in, or was in when an exception left it."""
-    return _now[0]
+@dataclass
+class CurrentPhase:
+    """Set by the phases of a run, read when an exception ends it."""
+
+    name: str = "start-up"

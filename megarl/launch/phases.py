@@ -1,38 +1,39 @@
-"""Who owns the device now: rollout, train or sync. Each is timed, its peak of memory told, and what it needs moved.
+"""Which part of the job owns the device: rollout, train or sync. Each phase is timed, its peak memory recorded, and the
+tensors it needs are on- or offloaded.
 
-    train | trainer rests: gradients freed, optimizer to the host
-    sync  | the engine's weights awake, then published; the trainer's weights to the host; the engine's cache awake
-    rollout | the engine asleep; the trainer's weights back
+    rollout   ends: the engine sleeps
+    train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
+    sync      begins: the engine's weights wake;           ends: the trainer is offloaded, the engine's cache wakes
 
-So the optimizer and the engine's cache are never on the device together. What rests and sleeps is the config's choice
-(train.offload, rollout.sleep_level); by default, and between CPU neighbours, all stays where it is.
+So optimizer state and the engine's cache are never on the device together. What is offloaded and what sleeps is
+configured (train.offload, rollout.sleep_level); by default everything stays where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from megarl.launch.current import enter
+from megarl.launch.current import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
 
-__all__ = ["Resting", "Sleeping", "TimedPhases"]
+__all__ = ["EngineMemory", "TimedPhases", "TrainerMemory"]
 
 
-class Resting(Protocol):
-    """The trainer's memory (megarl.trainer.offload.Memory)."""
+class TrainerMemory(Protocol):
+    """Implemented by megarl.trainer.offload.Memory."""
 
-    def rest(self) -> None: ...  # nothing trains now; the weights stay
-    def leave(self) -> None: ...  # nor are the weights read
-    def wake(self) -> None: ...
+    def offload_training_state(self) -> None: ...
+    def offload_all(self) -> None: ...
+    def onload_weights(self) -> None: ...
 
 
-class Sleeping(Protocol):
-    """The engine's memory (megarl.rollout.engine.Engine)."""
+class EngineMemory(Protocol):
+    """Implemented by megarl.rollout.engine.Engine."""
 
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...  # weights | kv_cache
@@ -40,13 +41,14 @@ class Sleeping(Protocol):
 
 @dataclass(frozen=True)
 class TimedPhases:
-    """roles.Phases. `span` times a named stretch (Telemetry.span), `record` is Telemetry.record."""
+    """roles.Phases."""
 
-    span: Callable[[str], AbstractContextManager[None]]
-    record: Callable[[Mapping[str, float]], None]
+    span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
+    add: Callable[[Mapping[str, float]], None]  # Telemetry.add
     device: torch.device
-    trainer: Resting
-    engine: Sleeping | None = None  # None: a stage that samples nothing
+    trainer: TrainerMemory
+    engine: EngineMemory | None = None  # None: a stage that samples nothing
+    current: CurrentPhase = field(default_factory=CurrentPhase)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -58,9 +60,9 @@ class TimedPhases:
     @contextmanager
     def train(self) -> Iterator[None]:
         with self._measured("train"):
-            self.trainer.wake()
+            self.trainer.onload_weights()
             yield
-            self.trainer.rest()
+            self.trainer.offload_training_state()
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -68,15 +70,15 @@ class TimedPhases:
             if self.engine is not None:
                 self.engine.wake("weights")
             yield
-            self.trainer.leave()
+            self.trainer.offload_all()
             if self.engine is not None:
                 self.engine.wake("kv_cache")
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        enter(name)
+        self.current.name = name
         reset_peak(self.device)
         with self.span(name):
             yield
-        self.record({f"memory/{name}/peak_gb": peak_gb(self.device)})
-        enter(f"after {name}")  # not reached when an exception leaves: then it is still in the phase itself
+        self.add({f"memory/{name}/peak_gb": peak_gb(self.device)})
+        self.current.name = f"after {name}"  # not reached by an exception: it is still in the phase itself

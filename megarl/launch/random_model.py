@@ -2,8 +2,8 @@
 
     Create --hash--> <run.dir>/.models/<hash>/{config,generation_config,tokenizer*}.json, model.safetensors
 
-The folder is made beside its final name and renamed, so it is either whole or absent, and two runs that make
-the same model at once both end with the same bytes.
+The folder is written under a temporary name and renamed, so it is complete or absent, and two runs that create
+the same model at once end up with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.models.registry import hf_shapes, parse_model
 
 __all__ = ["create_model", "materialize_model", "model_folder"]
 
-FORMAT = 1  # raised when the same section must give other bytes
+FORMAT = 1  # incremented when the same section must give other bytes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def materialize_model(config: Config) -> Config:
-    """The same config with `model.path` set: `model.create` is written first when it is there."""
+    """Create the model of `model.create`, if any; returns the config with `model.path` set instead."""
     if config.model.create is None:
         return config
     folder = create_model(config.model.create, Path(config.run.dir) / ".models")
@@ -41,13 +41,13 @@ def materialize_model(config: Config) -> Config:
 
 
 def model_folder(create: Create, root: Path) -> Path:
-    """Where `create` goes under `root`: a hash of every value, so equal sections share one model."""
+    """The model's folder under `root`, named by a hash of every value, so that equal sections share one model."""
     text = json.dumps([FORMAT, create.model_dump(mode="json")], sort_keys=True)
     return root / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def create_model(create: Create, root: Path) -> Path:
-    """Write the model unless it is there; its folder."""
+    """Write the model unless it exists; returns its folder."""
     folder = model_folder(create, root)
     if folder.is_dir():
         return folder
@@ -63,7 +63,7 @@ def create_model(create: Create, root: Path) -> Path:
         staging.chmod(0o755)
         try:
             staging.rename(folder)
-        except OSError:  # another run was first: its bytes are the same
+        except OSError:  # another run was first, and wrote the same bytes
             if not folder.is_dir():
                 raise
     finally:
@@ -93,15 +93,15 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, create: Create) -> None:
-    """One token a character or phrase, as files that AutoTokenizer reads.
+    """A tokenizer with one token per character or phrase, as files that AutoTokenizer reads.
 
-    A byte-level BPE without merges: Transformers rebuilds qwen2's tokenizer as byte-level whatever the file says,
-    so this is the one form that every family reads alike.
+    It is a byte-level BPE without merges: transformers rebuilds qwen2's tokenizer as byte-level whatever the file
+    contains, so this is the one form that works for every family.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = characters(create)
-    # byte-level text writes control characters and the space as U+0100 + byte
+    # byte-level BPE represents control characters and the space as U+0100 + byte
     vocab = {chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index for index, t in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]

@@ -16,13 +16,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from megarl.config.load import load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
-from megarl.launch.current import current
+from megarl.launch.current import CurrentPhase
 from megarl.launch.exit_codes import Failure
 from megarl.platform.env import Env, set_env
 
@@ -55,22 +56,21 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher requests a stack trace
     # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
-    watch = None
+    watch, phase = None, CurrentPhase()
     try:
-        from megarl.launch import build, check
         from megarl.launch.failure_watch import FailureWatch
 
         if env.has_launcher and not env.launched and env.num_nodes > 1:
             watch = FailureWatch(
                 env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message, "", time.time()))
             )
-        {"train": build.run, "eval": build.evaluate, "check": check.check}[command](config, env)
+        _command(config, command)(config, env, phase)
     except KeyboardInterrupt:
         _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
         return exit_codes.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
         traceback.print_exc()
-        failure = exit_codes.record_failure(folder, env.rank, error, phase=current())
+        failure = exit_codes.record_failure(folder, env.rank, error, phase=phase.name)
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} failed in {failure.phase}: {failure.message}", file=terminal)
         if watch is not None:
@@ -82,6 +82,21 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     if env.is_main and not env.launched:
         exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
     return exit_codes.DONE
+
+
+def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhase], None]:
+    """Imports only what the command needs: SFT and `check` run without vLLM."""
+    if command == "check":
+        from megarl.launch.run_check import run_check
+
+        return run_check
+    if command == "train" and config.stage == "sft":
+        from megarl.launch.run_sft import run_sft
+
+        return run_sft
+    from megarl.launch.run_rl import run_eval, run_rl
+
+    return run_eval if command == "eval" else run_rl
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:

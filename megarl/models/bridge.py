@@ -23,16 +23,16 @@ def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> 
     raw, family = config.raw, config.raw.get("model_type")
     if missing := [name for name in PACKAGES if folder is None or not is_installed(name)]:
         lacking = f" (missing: {', '.join(missing)})" if folder else ", and name a folder with its weights"
-        raise ValueError(
-            f"{config.where}: model_type={family!r} is not supported; supported: {supported}. Add a table "
+        raise config.error(
+            f"model_type={family!r} is not supported; supported: {supported}. Add a table "
             "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
         )
     config.only_unquantised()
     for key in REFUSED:
         if (value := raw.get(key)) and (value is True or value != 1):  # a scale of 1 changes nothing
-            raise ValueError(
-                f"{config.where}: {key}={json.dumps(value)[:80]} is not supported for {family}; without a table only "
-                "text models are, whose logits are the last hidden state times the output layer"
+            raise config.error(
+                f"{key}={json.dumps(value)[:80]} is not supported for {family}; without a table only text models are, "
+                "whose logits are the last hidden state times the output layer"
             )
 
     def first(*keys: str) -> int:

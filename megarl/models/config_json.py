@@ -16,6 +16,7 @@ STRETCHED = ("factor", "original_max_position_embeddings")  # keys of both kinds
 LLAMA3 = (*STRETCHED, "low_freq_factor", "high_freq_factor")
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # with their defaults
 ROPE_KEYS = {"default": (), "llama3": LLAMA3, "yarn": (*STRETCHED, *YARN, "truncate")}
+ROPE_TYPES = tuple(ROPE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,55 +70,44 @@ class ConfigReader:
 
     def only_unquantised(self) -> None:
         if quantised := self.raw.get("quantization_config"):
-            raise ValueError(
-                f"{self.where}: quantization_config={json.dumps(quantised)[:80]} is not supported; name a copy of the "
-                "model with bf16 weights, and without that key"
-            )
+            shown = json.dumps(quantised)[:80]
+            remedy = "name a copy of the model with bf16 weights, and without that key"
+            raise self.error(f"quantization_config={shown} is not supported; {remedy}")
+
+    def error(self, text: str) -> ValueError:
+        return ValueError(f"{self.where}: {text}")
 
     def unsupported(self, key: str, value: Any, supported: Any) -> ValueError:
         """The error for a value other than the one that megarl supports."""
-        return ValueError(
-            f"{self.where}: {key}={json.dumps(value)} is not supported for {self.family}; "
-            f"supported: {json.dumps(supported)}"
-        )
+        shown = f"{key}={json.dumps(value)}"
+        return self.error(f"{shown} is not supported for {self.family}; supported: {json.dumps(supported)}")
 
     def rope(
-        self,
-        *,
-        theta: float = 1e4,
-        fraction: float = 0.0,
-        kinds: Sequence[str] = tuple(ROPE_KEYS),
-        mscale: bool = False,
+        self, *, theta: float = 1e4, fraction: float = 0.0, mscale: bool = False, kinds: Sequence[str] = ROPE_TYPES
     ) -> dict[str, Any]:
         """`rope_theta`, `rotary_fraction` and `rope_scaling` of ModelShape, from `rope_parameters` or `rope_scaling`.
 
         theta, fraction: the family's defaults; with `fraction` 0 it rotates whole heads only
-        kinds: of scaling that the family supports
         mscale: whether it follows yarn's `mscale` and `mscale_all_dim`
+        kinds: the `rope_type`s that it supports
         """
+        family = self.family
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
         given = self._get(key, {})
         if not isinstance(given, Mapping):
             raise self._refused(key, given, "an object, or null")
         inner, kind = ConfigReader(given, f"{self.where}: {key}"), given.get("rope_type", given.get("type", "default"))
         if kind not in kinds:
-            raise ValueError(
-                f"{self.where}: rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}"
-            )
+            raise self.error(f"rope_type={kind!r} is not supported for {family}; supported: {', '.join(kinds)}")
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
         for name, value in given.items():
             if name not in known and value is not None:
-                raise ValueError(f"{inner.where}: {name}={json.dumps(value)} is not supported with rope_type={kind}")
+                raise inner.error(f"{name}={json.dumps(value)} is not supported with rope_type={kind}")
         rotated = inner.number("partial_rotary_factor", self.number("partial_rotary_factor", fraction or 1.0))
         if rotated != 1 and (not fraction or kind == "yarn"):
-            raise ValueError(
-                f"{self.where}: partial_rotary_factor={rotated} with rope_type={kind} is not supported "
-                f"for {self.family}"
-            )
+            raise self.error(f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for {family}")
         if not mscale and (given.get("mscale") or given.get("mscale_all_dim")):
-            raise ValueError(
-                f"{inner.where}: mscale and mscale_all_dim are not supported for {self.family}; remove them"
-            )
+            raise inner.error(f"mscale and mscale_all_dim are not supported for {family}; remove them")
         base = inner.number("rope_theta", self.number("rope_theta", theta))
         return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": _scaling(inner, kind)}
 
@@ -128,7 +118,7 @@ class ConfigReader:
         return default if value is None else value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
-        return ValueError(f"{self.where}: {key}={json.dumps(value)} is refused; it must be {wanted}")
+        return self.error(f"{key}={json.dumps(value)} is refused; it must be {wanted}")
 
 
 def _is_int(value: Any) -> bool:
@@ -176,9 +166,7 @@ def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: Latent | None
     if latent:
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     elif not head_dim and config.raw.get("head_dim") is None and hidden % heads:
-        raise ValueError(
-            f"{config.where}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; give head_dim"
-        )
+        raise config.error(f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; give head_dim")
     return {
         "family": config.family,
         "layers": config.size("num_hidden_layers"),

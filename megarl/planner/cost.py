@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.weights.fleet import Fleet
-from megarl.weights.fleet_tables import Ints
 from megarl.weights.plan import Plan
+from megarl.weights.senders import Ints
 
 __all__ = ["LINKS", "Cost", "Links", "price_plan"]
 
@@ -110,7 +110,7 @@ def _open_bytes(plan: Plan, world: int) -> int:
     """The most that tensors, and all experts of a layer as one, take between the first round that writes to them and
     the last, on one rank."""
     rows = plan.rows
-    units = np.array([group.unit for group in plan.groups])
+    units = np.array([group.unit for group in plan.placement.groups])
     unit = np.where(rows.expert < 0, units[rows.group], -1) + 1
     key = ((rows.layer + 1) * (int(units.max()) + 2) + unit) * world + rows.receiver
     keys = int(key.max(initial=-1)) + 1

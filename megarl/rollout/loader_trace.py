@@ -10,8 +10,7 @@ instead of copying is refused by name. Uses vLLM's private reload machinery (vLL
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,7 +26,7 @@ from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.plan import View
 
-__all__ = ["Fill", "LoaderTrace", "module_of", "trace_loader"]
+__all__ = ["Fill", "LoaderTrace", "module_of", "put_on_meta", "restore_kernel_tensors", "trace_loader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,7 @@ class Fill:
 class LoaderTrace:
     slices: tuple[ShardSlice, ...]  # in the order of the model's parameters
     fills: tuple[Fill, ...]
-    aliases: Mapping[
-        str, tuple[str, ...]
-    ]  # module -> modules that share its parameter and are never loaded: tied heads
+    aliases: Mapping[str, tuple[str, ...]]  # module -> those that share its parameter and are never loaded: tied heads
 
 
 @torch.no_grad()
@@ -55,12 +52,19 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
     Raises CheckFailed when a parameter is not covered by exact rectangles of HF tensors.
     """
     groups = _shared_parameters(model)
-    with _on_meta(model):
+    layers = list(model.modules())
+    assert not any(layerwise.get_layerwise_info(layer).can_load() for layer in layers), "a reload is under way"
+    for layer in layers:
+        put_on_meta(layer)
+    try:
         sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
         tracer = _Tracer(sources, dict(model.named_parameters()))
         with tracer:
             model.load_weights(iter(sources.items()))  # type: ignore[operator]
         numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    finally:
+        for layer in layers:
+            restore_kernel_tensors(layer)
     order = {name: position for position, name in enumerate(numels)}
     slices = tuple(sorted(tracer.slices, key=lambda part: (order[part.param], part.offset)))
     loaded = {module_of(part.param) for part in slices}
@@ -84,23 +88,19 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-@contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Every layer in checkpoint form, without memory; then as it was."""
-    entered = []
-    try:
-        for layer in model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            assert not info.can_load(), f"{type(layer).__name__} is in the middle of a reload"
-            info.kernel_tensors = get_layer_params_buffers(layer)
-            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            entered.append((layer, info))
-            restore_layer_on_meta(layer, info)
-        yield
-    finally:
-        for layer, info in entered:
-            layerwise._place_kernel_tensors(layer, info)
-            info.reset()
+def put_on_meta(layer: nn.Module) -> None:
+    """Into checkpoint form, without memory."""
+    info = layerwise.get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    restore_layer_on_meta(layer, info)
+
+
+def restore_kernel_tensors(layer: nn.Module) -> None:
+    """Back from checkpoint form, as it was."""
+    info = layerwise.get_layerwise_info(layer)
+    layerwise._place_kernel_tensors(layer, info)
+    info.reset()
 
 
 class _Tracer(TorchDispatchMode):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.roles import Prompts
-from megarl.types import CheckFailed, Group, Prompt, Sample
+from megarl.types import CheckFailed, Group, Prompt, Rollout, Sample
 
 __all__ = ["Request", "Rollouts", "digest", "digest_samples", "has_spread", "request_seed"]
 
@@ -61,8 +61,7 @@ def digest_samples(samples: Iterable[Sample]) -> str:
 
 @dataclass
 class Rollouts:
-    """roles.Rollouts. After `collect`, `counts` says what of the last step was left out, by cause,
-    and what was scored with a cause (a reward's own: code that ran for ever, say)."""
+    """roles.Rollouts."""
 
     generate: Generate
     samples_per_prompt: int
@@ -72,50 +71,52 @@ class Rollouts:
     max_refills: int = 4  # rounds of fresh prompts; then the step goes on with the groups there are
     shape: Callable[[Sample], Sample] | None = None  # what the objective changes of a reward
     greedy_baseline: bool = False  # one more sample a prompt, greedy, whose reward is the group's baseline (ReMax)
-    counts: Counter[str] = field(default_factory=Counter)
-    generated: list[Group] = field(default_factory=list)  # every scored group of the last step, kept or not
     empty_steps: int | None = None  # in a row, up to now; None: no step had a group yet
 
-    def collect(self, prompts: Prompts, count: int, *, version: int) -> list[Group]:
+    def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
         """`count` groups, or fewer when refills run out; each has at least one scored sample. No group at all is an
         empty step, which changes nothing.
 
+        `Rollout.counts` holds what was left out, by cause, and what was scored with a cause (such as code that did
+        not end).
+
         Raises ValueError when that happens before any step had a group, CheckFailed at the third one in a row.
         """
-        self.counts, self.generated = Counter(), []
+        counts: Counter[str] = Counter()
+        generated: list[Group] = []
         kept: list[Group] = []
         flat: list[Group] = []
         for refill in range(1 + self.max_refills):
-            self.counts["rollout/refills"] = refill
-            groups = self._groups(prompts.take(count - len(kept)), version)
-            self.generated += groups
+            counts["rollout/refills"] = refill
+            groups = self._groups(prompts.take(count - len(kept)), version, counts)
+            generated += groups
             for group in groups:
                 (kept if self.keep is None or self.keep(group) else flat).append(group)
             if len(kept) == count or (self.keep is None and kept):
                 break
         if not kept:  # as if nothing were filtered: without advantages, the terms for KL and entropy still act
             kept, flat = flat[:count], flat[count:]
-            self.counts["groups/kept_flat"] = len(kept)
-        self.counts["groups/filtered"] = len(flat)
-        self._note(version, (1 + self.max_refills) * count, empty=not kept)
-        return kept
+            counts["groups/kept_flat"] = len(kept)
+        counts["groups/filtered"] = len(flat)
+        self._note(version, (1 + self.max_refills) * count, counts, empty=not kept)
+        return Rollout(tuple(kept), tuple(generated), counts, digest(kept))
 
-    def _note(self, version: int, asked: int, *, empty: bool) -> None:
+    def _note(self, version: int, asked: int, counts: Counter[str], *, empty: bool) -> None:
         if not empty:
             self.empty_steps = 0
             return
         what = (
-            f"step {version}: none of {asked} groups can be trained on ({dict(self.counts)}); check the rewards (each "
+            f"step {version}: none of {asked} groups can be trained on ({dict(counts)}); check the rewards (each "
             "cause is counted by name)"
         )
-        self.counts["rollout/empty"] = 1
+        counts["rollout/empty"] = 1
         if self.empty_steps is None:
             raise ValueError(what)
         self.empty_steps += 1
         if self.empty_steps >= MAX_EMPTY_STEPS:
             raise CheckFailed(f"{what}; so it was for {self.empty_steps} steps in a row")
 
-    def _groups(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
+    def _groups(self, prompts: Sequence[Prompt], version: int, counts: Counter[str]) -> list[Group]:
         """Sample every prompt; leave out samples without a reward, and groups without samples or baseline."""
         indices = [(index, self.temperature) for index in range(self.samples_per_prompt)]
         if self.greedy_baseline:
@@ -130,11 +131,11 @@ class Rollouts:
             by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
         groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         for group in groups:
-            self.counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
-            self.counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
+            counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
+            counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
             no_baseline = self.greedy_baseline and group.baseline is None
-            self.counts["groups/no_baseline"] += no_baseline
-            self.counts["groups/empty"] += not group.samples
+            counts["groups/no_baseline"] += no_baseline
+            counts["groups/empty"] += not group.samples
         return [g for g in groups if g.samples and not (self.greedy_baseline and g.baseline is None)]
 
     def _group(self, prompt: Prompt, samples: Sequence[Sample]) -> Group:

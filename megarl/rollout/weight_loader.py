@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megarl.models.shards import ShardSlice
-from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of
+from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of, put_on_meta, restore_kernel_tensors
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
@@ -76,8 +75,8 @@ class LayerReceiver:
     def begin(self, *, check_placement: bool) -> None:
         self.abort()
         self.state = "writing"
-        self._sums = [torch.zeros((), dtype=torch.int64, device=self.device)] * len(self.slices)
-        self._sums = self._sums if check_placement else []
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._sums = [zero] * len(self.slices) if check_placement else []
         self._left = dict(self._numel)
         self._loaded.clear()
 
@@ -104,10 +103,8 @@ class LayerReceiver:
         assert self.state == "writing", f"seal in state {self.state}"
         waiting = {module: left for module, left in self._left.items() if left}
         if waiting:
-            shown = ", ".join(
-                f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items()
-            )
-            raise CheckFailed(f"layers still wait for weights: {shown}")
+            shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
+            raise CheckFailed(f"layers still wait for weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
@@ -129,9 +126,7 @@ class LayerReceiver:
         for module in self._numel:
             layer = self._modules[module]
             if self._is_open(layer):
-                info = layerwise.get_layerwise_info(layer)
-                layerwise._place_kernel_tensors(layer, info)
-                info.reset()
+                restore_kernel_tensors(layer)
 
     def _view(self, name: str, where: View | ShardSlice, shape: tuple[int, ...]) -> Tensor:
         module, _, leaf = where.param.rpartition(".")
@@ -145,11 +140,8 @@ class LayerReceiver:
 
     def _open(self, module: str) -> None:
         layer = self._modules[module]
-        info = layerwise.get_layerwise_info(layer)
-        info.kernel_tensors = get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        restore_layer_on_meta(layer, info)
-        materialize_layer(layer, info)
+        put_on_meta(layer)
+        materialize_layer(layer, layerwise.get_layerwise_info(layer))
         for fill in self._fills[module]:
             parameter = getattr(layer, fill.where.param.rpartition(".")[2])
             strided_view(parameter, fill.where, fill.shape, parameter.dtype).fill_(fill.value)
@@ -169,9 +161,9 @@ class LayerReceiver:
 
 def _process(layer: nn.Module, device: torch.device) -> None:
     """What vLLM does to a layer after loading: pack, shuffle, quantize."""
-    method: Any = getattr(layer, "quant_method", None)
-    if not isinstance(method, QuantizeMethodBase):
+    if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
         return
+    method: Any = layer.quant_method
     if hasattr(layer, PROCESSED):
         delattr(layer, PROCESSED)
     kernel = getattr(method, "moe_kernel", None)

@@ -1,6 +1,6 @@
-"""Accuracy on problems that are never trained on, sampled with the engine that samples the rollouts.
+"""Accuracy on held-out problems, sampled with the engine that samples the rollouts.
 
-held-out prompts -> generate (greedy, and as the rollouts do) -> share of right answers -> eval.jsonl
+held-out prompts -> generate (greedy, and at the temperature of rollouts) -> share of right answers -> eval.jsonl
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ __all__ = ["Evaluation", "right"]
 
 
 def right(sample: Sample) -> float:
-    """Whether the accuracy reward is whole (part credit is not right); without one, the reward; not scored is wrong."""
+    """1.0 if the accuracy reward is full; partial credit and unscored samples count as wrong.
+
+    Without an accuracy reward, the sample's reward.
+    """
     if sample.reward is None:
         return 0.0
     return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
@@ -26,7 +29,7 @@ def right(sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One sample a prompt at each temperature. Every rank calls it; `write` is given on the first rank only."""
+    """roles.Evaluation: one sample a prompt at each temperature. Every rank calls every method."""
 
     generate: Generate
     prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
@@ -37,13 +40,13 @@ class Evaluation:
     file: Path | None = None  # eval.jsonl, on rank 0
 
     def forget(self, start: int) -> None:
-        """A run that goes on from `start` steps will measure again what lies behind them."""
+        """Drop the results of steps from `start` on: a resumed run measures them again."""
         if self.file is not None and self.file.exists():
             lines = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] < start]
             self.file.write_text("".join(f"{line}\n" for line in lines))
 
     def maybe_run(self, step: int) -> dict[str, Any] | None:
-        """At the start, every `every` steps and at the end; None when it is not time."""
+        """Run at the start, every `every` steps and at the end; otherwise return None."""
         due = self.every > 0 and (step == 0 or step % self.every == 0 or step == self.last_step)
         return self.run(step) if due else None
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same actor: examples in, one update a step, no engine.
+"""Supervised fine-tuning: examples in, one batch of updates a step, no engine.
 
 Each batch is fresh, and is scored before it is trained on: exp of an answer's log-prob is the probability
 that sampling would give exactly that answer, so its mean is the sampled accuracy, measured without sampling.
@@ -6,55 +6,68 @@ that sampling would give exactly that answer, so its mean is the sampled accurac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from megarl.algorithms.objective import supervised
-from megarl.config.schema import Config
+from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.packing import plan_microbatches
-from megarl.data.supervised import Examples
-from megarl.layout import Layout
-from megarl.roles import Actor, Checkpoint, Phases, Prompts, Telemetry
-from megarl.types import LogProbs, ObjectiveState, TrainBatch
+from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
+from megarl.trainer.trainer import Trainer
+from megarl.types import ObjectiveState, Prompt, StepReport, TokenBatch
 
-__all__ = ["SftRun", "sampled_accuracy", "sft"]
+__all__ = ["SftRun", "sampled_accuracy", "sft", "train_supervised"]
 
 
 @dataclass
 class SftRun:
-    config: Config
-    layout: Layout
+    """The parts of a run. `start` is the number of steps already done."""
+
     prompts: Prompts
-    examples: Examples  # prompts -> TrainBatch
-    actor: Actor
+    examples: Callable[[Sequence[Prompt]], TokenBatch]
+    trainer: Trainer
     phases: Phases
     checkpoint: Checkpoint
     telemetry: Telemetry
     state: ObjectiveState
+    steps: int
+    prompts_per_step: int
+    until_accuracy: float | None = None  # stop once the sampled accuracy reaches this
     start: int = 0
 
 
 def sft(run: SftRun) -> None:
-    config = run.config
-    for step in range(run.start, config.train.steps):
-        with run.telemetry.step(step):
-            batch = run.examples(run.prompts.take(config.train.prompts_per_step))
+    for step in range(run.start, run.steps):
+        with run.telemetry.step(step) as record:
+            batch = run.examples(run.prompts.take(run.prompts_per_step))
             with run.phases.train():
-                logprobs = run.actor.logprobs(batch)
-                accuracy = sampled_accuracy(batch, logprobs)
-                scored = supervised(batch, logprobs)
-                report = run.actor.update(scored, plan_microbatches(scored, run.layout, config.train))
-                done = config.sft.until_accuracy is not None and accuracy >= config.sft.until_accuracy
-                run.checkpoint.maybe_save(step + 1, run.state, last=done)
-            run.telemetry.record({"accuracy/sampled": accuracy})
-            run.telemetry.log(step, (), report)
-        if done:
+                with run.telemetry.span("logprobs"):
+                    logprobs_T = run.trainer.forward(batch).logprobs_T
+                assert logprobs_T is not None
+                accuracy = sampled_accuracy(batch, logprobs_T)
+                with run.telemetry.span("update"):
+                    report = train_supervised(run.trainer, batch)
+                is_done = run.until_accuracy is not None and accuracy >= run.until_accuracy
+                run.checkpoint.maybe_save(step + 1, run.state, last=is_done)
+            metrics = {**report.metrics, "accuracy/sampled": accuracy}
+            record(None, replace(report, metrics=metrics), None)
+        if is_done:
             return
 
 
-def sampled_accuracy(batch: TrainBatch, logprobs: LogProbs) -> float:
+def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
+    """The updates of one batch of answers: cross-entropy, mean over the tokens of each update."""
+    plan = plan_microbatches(batch, trainer.layout, trainer.train)
+    weights_T = loss_weights(batch, plan)
+    updates = tuple(trainer.step(batch, update, supervised_loss, weights_T) for update in plan.updates())
+    trainer.finish_batch()
+    return StepReport(updates, {"packing/efficiency": plan.efficiency})
+
+
+def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:
     """Mean probability that sampling the policy gives exactly the reference answer; 0..1."""
-    values = torch.where(batch.mask, logprobs.old, 0.0).double()
-    ends = torch.cat([values.new_zeros(1), values.cumsum(0)])[batch.cu_seqlens]
-    return float(ends.diff().exp().mean())
+    values_T = torch.where(batch.mask, logprobs_T, 0.0).double()
+    until_N = torch.cat([values_T.new_zeros(1), values_T.cumsum(0)])[batch.cu_seqlens]
+    return float(until_N.diff().exp().mean())

@@ -1,9 +1,9 @@
 """One step's record: metrics.jsonl, timeline.json, rollouts/step_<n>.jsonl, and the bar.
 
-    with telemetry.step(n):            starts the step's clocks
-        with telemetry.span("update")  time/update, and a span of the timeline
-        telemetry.record({...})        what a part measured by itself: logprob_diff/*, weights/*, kl/rollout
-        telemetry.log(n, groups, report)   computes the rest and writes all of it
+    with telemetry.step(n) as record:     starts the step's clocks
+        with telemetry.span("update")     time/update, and a span of the timeline
+        telemetry.add({...})              further metrics of the step, such as the memory peak of a phase
+        record(rollout, update, sync)     computes the rest and writes all of it
 
 Rank 0 writes; the other ranks hold a `Silent` twin, so that the loop has no `if rank == 0`.
 """
@@ -14,13 +14,15 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.metrics import MetricsFile, rollout_metrics, update_metrics
-from megarl.telemetry.progress import Watch
+from megarl.roles import Record
+from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, update_metrics
+from megarl.telemetry.progress import ProgressDisplay
 from megarl.telemetry.timeline import Timeline
-from megarl.types import Group, StepReport
+from megarl.types import Group, PublishReport, Rollout, StepReport
 
 __all__ = ["Silent", "Telemetry", "open_telemetry"]
 
@@ -31,16 +33,13 @@ TIMES = {"generate": "rollout", "reward": None, "logprobs": None, "update": "tra
 class Silent:
     """The telemetry of every rank but 0: the same calls, nothing kept."""
 
-    def step(self, step: int) -> AbstractContextManager[None]:
-        return nullcontext()
+    def step(self, step: int) -> AbstractContextManager[Record]:
+        return nullcontext(lambda rollout, update, sync: None)
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
-        return
-
-    def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+    def add(self, metrics: Mapping[str, Any]) -> None:
         return
 
     def close(self) -> None:
@@ -58,41 +57,43 @@ class Telemetry:
                 file.unlink()  # of an earlier run; its step is done again
         self._file = MetricsFile(folder / "metrics.jsonl", start=start)
         self._timeline = Timeline(folder / "timeline.json")
-        self._watch = Watch(steps=steps, start=start, name=folder.name, interactive=interactive)
-        self._recorded: dict[str, Any] = {}
+        self._progress = ProgressDisplay(steps=steps, start=start, name=folder.name, interactive=interactive)
+        self._added: dict[str, Any] = {}
         self._began = time.perf_counter()
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[Record]:
         self._timeline.clear()
-        self._recorded.clear()
+        self._added.clear()
         self._began = time.perf_counter()
         with self._timeline.span(f"step {step}"):
-            yield
+            yield partial(self._write, step)
         self._timeline.flush()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return self._timeline.span(name)
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
-        """Merge what a part measured into the step that is going on."""
-        self._recorded.update(metrics)
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the present step."""
+        self._added.update(metrics)
 
-    def log(self, step: int, groups: Sequence[Group], report: StepReport) -> None:
+    def _write(self, step: int, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None:
         took = time.perf_counter() - self._began
+        groups = rollout.groups if rollout else ()
         metrics: dict[str, Any] = {"step": step, **self._facts}
-        metrics |= rollout_metrics(groups) | update_metrics(report) | self._times(took)
+        metrics |= (rollout_metrics(rollout) if rollout else {}) | update_metrics(update) | self._times(took)
+        metrics |= publish_metrics(sync) if sync else {}
         sampled = sum(int(sample.trainable.sum()) for group in groups for sample in group.samples)
         if sampled:
             metrics["tokens_per_second"] = sampled / took
-        metrics |= self._recorded
+        metrics |= self._added
         self._file.write(metrics)
         if groups:
             self._write_rollouts(step, groups)
-        self._watch.show(step, metrics)
+        self._progress.show(step, metrics)
 
     def close(self) -> None:
-        self._watch.close()
+        self._progress.close()
         self._timeline.close()
         self._file.close()
 

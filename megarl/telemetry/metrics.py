@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.platform.atomic import write_atomic
 
 if TYPE_CHECKING:  # a report is drawn from the file without torch
-    from megarl.types import Group, PublishReport, StepReport
+    from megarl.types import Group, PublishReport, Rollout, StepReport
 
-__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "spread_metrics", "update_metrics"]
+__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
 
 
 OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
@@ -37,8 +37,13 @@ def spread_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Rewards, lengths and drops of one rollout batch; empty for a stage that samples nothing."""
+def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    """Rewards, lengths, drops and digest of one rollout."""
+    counts = {"rollout/digest": rollout.digest, **rollout.counts, **spread_metrics(rollout.generated)}
+    return _sample_metrics(rollout.groups) | counts
+
+
+def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {}
@@ -52,7 +57,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        **spread_metrics(groups),
         **({"reward/baseline": fmean(baselines)} if baselines else {}),
         **{f"reward/{name}/mean": fmean(values) for name, values in sorted(parts.items())},
         "length/mean": fmean(lengths),
@@ -66,7 +70,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
     """Means over the updates of a step; `update/skipped` counts those that changed nothing."""
     updates = report.updates
     if not updates:
-        return {"updates": 0, "update/skipped": 0}
+        return {"updates": 0, "update/skipped": 0, **report.metrics}
     names = sorted({name for update in updates for name in update.metrics})
     return {
         **dict.fromkeys(OF_UPDATES),  # where there is no reference, or no token
@@ -76,6 +80,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         "updates": len(updates),
         "update/skipped": sum(update.skipped for update in updates),
         **{name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names},
+        **report.metrics,
     }
 
 
@@ -90,12 +95,12 @@ def publish_metrics(report: PublishReport) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends a line a step. A resumed run drops the lines of steps it will do again."""
+    """Appends a line per step. A resumed run removes the lines of the steps that it repeats."""
 
     def __init__(self, file: Path, *, start: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(file) if line["step"] < start] if start else []
-        write_atomic(file, "".join(_line(values) for values in kept))
+        earlier = [line for line in read_metrics(file) if line["step"] < start] if start else []
+        write_atomic(file, "".join(map(_line, earlier)))
         self._out = file.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -107,13 +112,11 @@ class MetricsFile:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a kill is left out."""
-    if not file.is_file():
-        return []
-    return list(_whole_lines(file.read_text(encoding="utf-8").splitlines()))
+    """The lines of a metrics file, without those cut short when a run was killed."""
+    return list(_parse(file.read_text(encoding="utf-8").splitlines())) if file.is_file() else []
 
 
-def _whole_lines(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+def _parse(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
     for line in lines:
         try:
             values = json.loads(line)
@@ -124,6 +127,6 @@ def _whole_lines(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    """JSON has no NaN or infinity: they become null."""
+    """NaN and infinity, which JSON lacks, become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return json.dumps(finite) + "\n"

@@ -1,15 +1,13 @@
-"""Micro-batches -> Megatron's schedule -> log-probs of the labels, on the last stage.
+"""Micro-batches -> Megatron's schedule -> the head's outputs on the last stage.
 
-    pack(batch, rows)  ->  Microbatch (on the device)  --get_forward_backward_func-->  on_outputs(microbatch, outputs)
+    pack(batch, rows) -> Microbatch --get_forward_backward_func--> hidden --head--> on_outputs(rows, outputs)
 
-Of the positions of a micro-batch (actor/microbatch.py) only those with a label to learn reach the vocabulary: prompts
-cost no logits. What they give is gathered over the context ranks, so a loss sees whole rows on each of them.
+Outputs are gathered over the context ranks, so a loss sees whole rows on each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,44 +18,35 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megarl.trainer.logprobs import TokenOutputs, VocabShard, token_outputs
+from megarl.trainer.heads import Head, HeadOptions
 from megarl.trainer.microbatch import Microbatch, length_of
-from megarl.trainer.model import Groups, output_weight
+from megarl.types import MicrobatchRows, TokenOutputs
 
-__all__ = ["HeadOptions", "run"]
+__all__ = ["OnOutputs", "forward_backward"]
 
-
-@dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """How hidden states are read: the same for every micro-batch of a pass."""
-
-    groups: Groups
-    vocab: int
-    temperature: float
-    chunk: int  # tokens whose fp32 logits exist at once
-    entropy: bool
+# Returns the loss of a micro-batch, and keeps whatever else it needs. Called on the last stage.
+OnOutputs = Callable[[MicrobatchRows, TokenOutputs], Tensor]
 
 
-# (micro-batch, outputs) -> the loss of the micro-batch; what else it learns it keeps. Called on the last stage.
-OnOutputs = Callable[[Microbatch, TokenOutputs], Tensor]
-
-
-def run(
+def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
-    reading: HeadOptions,
+    head: Head,
+    options: HeadOptions,
     on_outputs: OnOutputs,
     *,
+    context: ProcessGroup,
     train: bool,
 ) -> None:
     """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks.
 
-    Several chunks (virtual stages) need micro-batches of one length, and as many as the pipeline has ranks, or a
-    multiple.
+    Several chunks (virtual stages) need micro-batches of one length, and a number of them that the pipeline size
+    divides.
     """
 
-    def step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+    def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         microbatch = next(data)
         hidden = chunk(
             input_ids=microbatch.tokens,
@@ -68,14 +57,14 @@ def run(
         return hidden, partial(loss, microbatch, chunk)
 
     def loss(microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
-        outputs = _read(microbatch, hidden, _unwrapped(chunk), reading)
-        value = on_outputs(microbatch, outputs)
-        # The token count would be a divisor; weights_T have divided already.
+        outputs = _read(microbatch, hidden, _unwrapped(chunk), head, options, context)
+        value = on_outputs(microbatch.rows, outputs)
+        # Megatron would divide by the token count; the weights of the loss have divided already.
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
     with torch.set_grad_enabled(train):
         get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=forward_step,
             data_iterator=iter(microbatches) if len(chunks) == 1 else [iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
@@ -91,25 +80,18 @@ def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
     return model
 
 
-def _read(microbatch: Microbatch, hidden: Tensor, model: GPTModel, reading: HeadOptions) -> TokenOutputs:
-    """[1, Q / tp, hidden] of the last stage -> outputs [M], 0 where the mask is False."""
+def _read(
+    microbatch: Microbatch, hidden: Tensor, model: GPTModel, head: Head, options: HeadOptions, context: ProcessGroup
+) -> TokenOutputs:
+    """Hidden states [Q / tp, 1, hidden] of the last stage -> outputs [M], 0 where the head reads nothing."""
     hidden_QH = hidden.flatten(0, 1)
     if model.config.sequence_parallel:
-        hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=True)
-    weight_VH = output_weight(model)
-    read = token_outputs(
-        hidden_QH.index_select(0, microbatch.chosen),
-        weight_VH,
-        microbatch.labels,
-        VocabShard.of(reading.vocab, weight_VH.shape[0], reading.groups.tensor),
-        temperature=reading.temperature,
-        chunk=reading.chunk,
-        entropy=reading.entropy,
-    )
-    found = [read.logprobs_T] if read.entropy_T is None else [read.logprobs_T, read.entropy_T]
-    zeros_M = torch.zeros(microbatch.index.numel(), device=hidden.device)
-    whole = torch.stack([zeros_M.index_put((microbatch.places,), x_S) for x_S in found])
-    if reading.groups.context.size() > 1:
-        # Summed forward, copied backward: every context rank has the whole loss, and sends back only what it holds.
-        whole = reduce_from_tensor_model_parallel_region(whole, group=reading.groups.context)
-    return TokenOutputs(whole[0], None if read.entropy_T is None else whole[1])
+        hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel)
+    outputs = head.read(model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options)
+    fields = head.fields(entropy=options.entropy)
+    zeros_M = torch.zeros(microbatch.rows.index.numel(), device=hidden.device)
+    whole = torch.stack([zeros_M.index_put((microbatch.read_rows,), getattr(outputs, name)) for name in fields])
+    if context.size() > 1:
+        # Summed forward, copied backward: every context rank has the whole loss, and sends back only its own part.
+        whole = reduce_from_tensor_model_parallel_region(whole, group=context)
+    return TokenOutputs(**dict(zip(fields, whole, strict=True)))

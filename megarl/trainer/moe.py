@@ -57,11 +57,11 @@ class RouterRows:
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
         """`weights_T` are those of the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
-        cu_seqlens = microbatch.cu_seqlens.cpu()
+        rows, cu_seqlens = microbatch.rows, microbatch.rows.cu_seqlens.cpu()
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
         row_N = torch.where(source_N < 0, cu_seqlens.numel() - 1, row_N)
-        until = torch.cat([weights_T.new_zeros(1), weights_T[microbatch.index].cumsum(0)])[cu_seqlens]
+        until = torch.cat([weights_T.new_zeros(1), weights_T[rows.index].cumsum(0)])[cu_seqlens]
         return cls(row_N.to(device), cu_seqlens.diff().float().to(device), until.diff().float().to(device))
 
     def as_one(self) -> RouterRows:

@@ -1,10 +1,12 @@
-"""Where the trainer's memory is: what of it leaves the device between phases, and comes back bit for bit.
+"""Offload the trainer's memory between phases; what comes back is equal bit for bit.
 
-    forward, backward   weights, gradients, activations        step    weights, gradients, optimizer
-    rest                weights                                leave   nothing
+    on the device during   forward, backward   weights, gradients, activations
+                           optimizer step      weights, gradients, optimizer state
+                           sync                weights
+                           rollout             nothing
 
-The optimizer's state comes for the step alone, so activations and it are never there together. On a CPU the host is
-the device: the copies are made all the same, and only freed gradients make a difference.
+Optimizer state is on the device for the step alone, so never together with activations. On a CPU the host is the
+device: the copies are made all the same, and only freed gradients save memory.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ __all__ = ["Memory", "recompute"]
 
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
-    """Have Megatron-Core drop activations and make them again in the backward pass: of every layer ("full"), or of the
-    named parts of one ("selective"). Raises ValueError for parts it does not know, or that this model does not have.
+    """Have Megatron-Core recompute activations in the backward pass: of every layer ("full"), or of the named modules
+    of each ("selective"). Raises ValueError for modules that it cannot recompute, or that this model does not have.
     """
     if granularity == "none":
         return
@@ -40,13 +42,13 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
         known += ["mla_up_proj"] if settings.multi_latent_attention else []
     if unknown := [module for module in modules if module not in known]:
         raise ValueError(
-            f"train.recompute_modules={list(modules)}: of this model there are {', '.join(known)}, not {unknown[0]}"
+            f"train.recompute_modules={list(modules)}: this model has {', '.join(known)}, not {unknown[0]}"
         )
     settings.recompute_granularity, settings.recompute_modules = "selective", list(modules)
 
 
 class Memory:
-    """Every method may be called when there is nothing to do."""
+    """Moves weights, gradients and optimizer state between device and host. Every method may be called twice."""
 
     def __init__(
         self,
@@ -61,59 +63,60 @@ class Memory:
         self._optimizer = optimizer
         self._offload = frozenset(offload)
         self._device = device
-        self._optimizer_is_home = True
+        self._optimizer_on_device = True
         self._gradient_bytes: list[int] = []  # of each buffer, while freed
-        self._weights: list[Tensor] = []  # host copies of each buffer, while they are away
+        self._weights: list[Tensor] = []  # host copies of each buffer, while offloaded
 
-    def before_backward(self) -> None:
-        """Gradients, all 0, and no optimizer."""
+    def onload_gradients(self) -> None:
+        """Before the backward pass: gradient buffers filled with 0; the optimizer state leaves the device."""
         self._store_optimizer()
         for buffer, size in zip(self._buffers, self._gradient_bytes, strict=False):
             buffer.grad_data.untyped_storage().resize_(size)
             buffer.grad_data.zero_()
         self._gradient_bytes = []
 
-    def before_step(self) -> None:
-        if not self._optimizer_is_home:
+    def onload_optimizer(self) -> None:
+        """Before the optimizer step, and before a checkpoint."""
+        if not self._optimizer_on_device:
             self._move_optimizer(self._device)
-            self._optimizer_is_home = True
+            self._optimizer_on_device = True
 
-    def rest(self) -> None:
-        """Nothing trains now; the weights stay."""
+    def offload_training_state(self) -> None:
+        """Offload optimizer state and free gradients; keep the weights."""
         self._store_optimizer()
         if "gradients" in self._offload and not self._gradient_bytes:
             self._gradient_bytes = [_free(buffer.grad_data) for buffer in self._buffers]
-        self._give_back()
+        self._empty_cache()
 
-    def leave(self) -> None:
-        """Nor are the weights read."""
-        self.rest()
+    def offload_all(self) -> None:
+        """Offload the weights too."""
+        self.offload_training_state()
         if "weights" in self._offload and not self._weights:
             self._weights = [buffer.param_data.to("cpu", copy=True) for buffer in self._buffers]
             for buffer in self._buffers:
                 _free(buffer.param_data)
-        self._give_back()
+        self._empty_cache()
 
-    def wake(self) -> None:
-        """The weights are there again."""
+    def onload_weights(self) -> None:
+        """Copy the weights back to the device."""
         for buffer, host in zip(self._buffers, self._weights, strict=False):
             buffer.param_data.untyped_storage().resize_(host.untyped_storage().nbytes())
             buffer.param_data.copy_(host)
         self._weights = []
 
-    def wake_all(self) -> None:
-        """Whatever a checkpoint or an export may read."""
-        self.wake()
-        self.before_step()
+    def onload_all(self) -> None:
+        """Everything that a checkpoint or an export reads."""
+        self.onload_weights()
+        self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        if "optimizer" in self._offload and self._optimizer_is_home:
+        if "optimizer" in self._offload and self._optimizer_on_device:
             self._move_optimizer(torch.device("cpu"))
-            self._optimizer_is_home = False
+            self._optimizer_on_device = False
 
     @torch.no_grad()
     def _move_optimizer(self, device: torch.device) -> None:
-        """Moments, and main weights where they are not the very weights (fp32)."""
+        """Moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
         for part in _parts(self._optimizer):
             if part.config.bf16:
                 for group in part.optimizer.param_groups:
@@ -124,7 +127,7 @@ class Memory:
                     if name != "step":
                         state[name] = value.to(device, copy=True)
 
-    def _give_back(self) -> None:
+    def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
@@ -136,7 +139,7 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _free(tensor: Tensor) -> int:
-    """Its memory, not itself: views of it hold again when the storage does. The bytes freed."""
+    """Free the tensor's storage and return its bytes; views are valid again once the storage is resized back."""
     size = tensor.untyped_storage().nbytes()
     tensor.untyped_storage().resize_(0)
     return size

@@ -1,8 +1,7 @@
-"""The model behind Megatron's DistributedDataParallel and DistributedOptimizer, and one guarded step of it.
+"""Megatron's DistributedDataParallel and DistributedOptimizer around the model, and one guarded optimizer step.
 
-Gradients are summed in fp32 over data ranks and divided by nobody: losses carry their weights already.
-A step is taken or skipped on the gradient norm, which Megatron reduces over the whole world, so every rank
-decides alike.
+Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. A step is taken or skipped
+on the gradient norm, which Megatron reduces over the whole world, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def learning_rate(train: Train, step: int) -> float:
 
 @dataclass
 class LrSchedule:
-    """How many rollout steps have been trained; a checkpoint keeps it."""
+    """Counts the batches trained; saved with checkpoints."""
 
     train: Train
     step: int = 0
@@ -57,7 +56,7 @@ class LrSchedule:
 
 
 def wrap(model: GPTModel) -> DistributedDataParallel:
-    """Parameters and fp32 gradients move into flat buffers; call on each chunk after the weights are loaded."""
+    """Move parameters and fp32 gradients into flat buffers. Call it on each chunk after the weights are loaded."""
     ddp = DistributedDataParallel(
         config=model.config,
         ddp_config=DistributedDataParallelConfig(
@@ -77,10 +76,10 @@ def _finalize(chunks: list[torch.nn.Module], _num_tokens: Any = None, **kwargs: 
     finalize_model_grads(chunks, None, **kwargs)
 
 
-_ON_HOST: dict[str, Any] = {
+_CPU_OFFLOAD: dict[str, Any] = {
     "optimizer_cpu_offload": True,
     "optimizer_offload_fraction": 1.0,
-    "use_precision_aware_optimizer": torch.cuda.is_available(),  # asks for Transformer Engine
+    "use_precision_aware_optimizer": torch.cuda.is_available(),  # needs Transformer Engine
     "overlap_cpu_optimizer_d2h_h2d": True,
     "pin_cpu_grads": torch.cuda.is_available(),
     "pin_cpu_params": torch.cuda.is_available(),
@@ -88,7 +87,10 @@ _ON_HOST: dict[str, Any] = {
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
-    """Adam (decoupled weight decay) with fp32 main weights, its state spread over the data ranks."""
+    """Adam with fp32 main weights, its state sharded over the data ranks.
+
+    Weight decay is decoupled, and spares norms and biases.
+    """
     bf16 = train.dtype == "bf16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -102,9 +104,12 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> 
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
-        **(_ON_HOST if train.optimizer_cpu_offload else {}),
+        **(_CPU_OFFLOAD if train.optimizer_cpu_offload else {}),
     )
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
+        group["weight_decay"] = train.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> StepOutcome:
-    """Clip to `clip_grad` (0: not at all) and step; a gradient that is not finite changes nothing."""
+    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()

@@ -1,4 +1,4 @@
-"""The reference policy: a host copy of each rank's own shards, lent the parameters' memory for one forward pass."""
+"""The reference policy: a host copy of each rank's shards, swapped into the parameters for one forward pass."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Reference:
 
     @contextmanager
     def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within, `parameters` hold the reference; afterwards the very bits they held before."""
+        """Within the context `parameters` hold the reference; afterwards their previous bits."""
         current = _copy(parameters)
-        before = {name: _digest(parameter) for name, parameter in parameters.items()}
+        before = {name: _checksum(parameter) for name, parameter in parameters.items()}
         try:
             _write(self.weights, parameters)
             yield
         finally:
             _write(current, parameters)
         for name, parameter in parameters.items():
-            assert _digest(parameter) == before[name], f"{name} changed while the reference was in its place"
+            assert _checksum(parameter) == before[name], f"{name} changed while the reference was swapped in"
 
 
 def _copy(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def _write(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> N
         parameter.data.copy_(weights[name])
 
 
-def _digest(parameter: Tensor) -> int:
+def _checksum(parameter: Tensor) -> int:
     """The sum of the parameter's bits as integers."""
     words = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
     return int(words.sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""One optimizer step's worth of micro-batches: losses weighted, summed, and what was learnt reduced over the world."""
+"""One optimizer step's worth of micro-batches: losses weighted and summed, measurements reduced over the world."""
 
 from __future__ import annotations
 
@@ -9,61 +9,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.objective import LossInputs, token_losses
-from megarl.config.schema import Algorithm
-from megarl.layout import Axis
-from megarl.trainer.logprobs import TokenOutputs
-from megarl.trainer.microbatch import Microbatch, pack
-from megarl.types import ScoredBatch
+from megarl.types import Loss, MicrobatchRows, TokenOutputs
 
-__all__ = ["UpdateLoss", "global_sums"]
+__all__ = ["LossSums", "global_sums"]
 
 
 @dataclass
-class UpdateLoss:
-    """Called with the outputs of each micro-batch on the last stage: gives its loss and adds up the sums.
+class LossSums:
+    """Called with the outputs of each micro-batch on the last stage: returns its weighted loss and adds to the sums.
 
-    `sums` begins with those of no rows at all, so every rank, whatever its stage, knows all their names.
+    `totals` starts from the sums of a micro-batch without rows, so every rank of every stage has the same names.
     """
 
-    batch: ScoredBatch
-    weights: Tensor  # [T] fp64, of the whole batch
-    select: Tensor  # [T] bool
-    algorithm: Algorithm
-    device: torch.device
-    sums: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
+    loss: Loss
+    weights_T: Tensor  # [T] fp64, each token's share of the loss, of the whole batch
+    totals: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
 
-    def __post_init__(self) -> None:
-        nothing = pack(self.batch, (), tensor=1, context=Axis(1), device=self.device)
-        zeros = torch.zeros(0, device=self.device)
-        self(nothing, TokenOutputs(zeros, zeros))
+    @classmethod
+    def of(cls, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> LossSums:
+        """`fields` of TokenOutputs are what the head computes."""
+        sums = cls(loss, weights_T)
+        start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+        sums(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
+        return sums
 
-    def __call__(self, microbatch: Microbatch, outputs: TokenOutputs) -> Tensor:
-        def part(x_T: Tensor) -> Tensor:
-            return x_T[microbatch.index].to(self.device)
-
-        batch = self.batch
-        inputs = LossInputs(
-            old_logprobs=part(batch.old_logprobs),
-            ref_logprobs=None if batch.ref_logprobs is None else part(batch.ref_logprobs),
-            rollout_logprobs=part(batch.rollout_logprobs),
-            advantages=part(batch.advantages),
-            mask=microbatch.mask,
-            cu_seqlens=microbatch.cu_seqlens,
-            select=part(self.select),
-            kl_coef=batch.kl_coef,
-        )
-        losses = token_losses(outputs.logprobs_T, outputs.entropy_T, inputs, self.algorithm)
-        weights = part(self.weights)
-        # fp64: a loss at step 0 is a sum of advantages that nearly cancel
-        value = (losses.loss.detach().double() * weights).sum()
-        for name, total in {**losses.sums, "loss": value}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + total
-        return (losses.loss * weights.to(losses.loss.dtype)).sum()
+    def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
+        losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)
+        # fp64: at the first update a loss is a sum of advantages that nearly cancel
+        value = (losses.loss.detach().double() * weights_M).sum()
+        for name, total in {**losses.sums, "loss": value, "count": losses.count}.items():
+            self.totals[name] = self.totals.get(name, 0.0) + total.detach().double()
+        return (losses.loss * weights_M.to(losses.loss.dtype)).sum()
 
 
 def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
-    """The sums over all ranks for which `counts` (one for each distinct set of rows), the same on every rank."""
+    """The sums over all ranks whose `counts` is True (one for each distinct set of rows), the same on every rank."""
     names = sorted(sums)
     values = torch.stack([sums[name] for name in names])
     if not counts:

@@ -10,9 +10,10 @@ single row is larger. A rank may be a sender, a receiver or both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -21,17 +22,15 @@ from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, Style
 from megarl.weights.fleet import Fleet
-from megarl.weights.fleet_tables import FleetTables, Ints
+from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
 from megarl.weights.plan_rounds import assign_rounds
-from megarl.weights.senders import Hops, assign_senders, assign_table_senders
-from megarl.weights.transfer_groups import Overlap, TransferGroup, transfer_groups
+from megarl.weights.senders import Hops, Ints, Placement, assign_senders
 
 __all__ = [
     "Message", "Plan", "RankPlan", "SlicesByRank", "Transfer", "View", "find_gaps", "plan_recorded", "plan_transfers",
     "relay_buffer",
 ]  # fmt: skip
 
-SlicesByRank = Sequence[Sequence[ShardSlice]]
 GROUPS_PER_ROUND = 16  # groups are cut to a size of which so many fill a round
 
 
@@ -99,23 +98,13 @@ class RankPlan:
     rounds: tuple[tuple[Message, ...], ...]
 
 
-class _RecordedSlices:
-    """Coordinates are ranks, and names are whole."""
-
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.sources[rank]
-
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.destinations[rank]
-
-
 @dataclass(frozen=True)
 class Rows:
     """What moves between two ranks, a transfer group of one layer a row, ordered by (round, sender, receiver)."""
 
     group: Ints
     layer: Ints  # EMBEDDING, 0.., and the head as a layer behind the last
-    expert: Ints  # -1: none
+    expert: Ints  # the first of the group's; -1: none
     sender: Ints
     receiver: Ints
     round: Ints
@@ -136,8 +125,7 @@ class Plan:
     message_bytes: Ints
     rows: Rows
     first_row: Ints  # [messages + 1]
-    groups: Sequence[TransferGroup]
-    _slices: FleetTables | _RecordedSlices
+    placement: Placement
 
     @property
     def bytes_kept(self) -> int:
@@ -156,7 +144,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all rows and transfer groups; ranks compare theirs before the first byte moves."""
-        digest = hashlib.sha256(repr((self.itemsize, self.groups)).encode())
+        digest = hashlib.sha256(repr((self.itemsize, self.placement.groups)).encode())
         for name in Rows.__dataclass_fields__:
             digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
         return digest.hexdigest()
@@ -174,19 +162,19 @@ class Plan:
 
     def _transfers(self, row: int) -> Iterator[Transfer]:
         rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
-        place = (int(rows.layer[row]), int(rows.expert[row]))
+        layer, first, group = int(rows.layer[row]), int(rows.expert[row]), self.placement.groups[int(rows.group[row])]
         sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
-        for overlap in self.groups[int(rows.group[row])].overlaps:
-            destination = self._slices.destination(overlap, receiver, *place)
+        for expert, overlap in product(range(first, first + group.repeats), group.overlaps):
+            destination = self.placement.destination(overlap, receiver, layer, expert)
             start, shape = overlap.start, overlap.shape
             if len(destination.shape) > len(shape):  # the tensor holds all experts
-                start, shape = (place[1], *start), (1, *shape)
+                start, shape = (expert, *start), (1, *shape)
             if via >= 0:
                 strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
                 source = View(relay_buffer(via), offset, strides)
                 offset += overlap.numel
             else:
-                source = _view(self._slices.source(overlap, sender, *place), start)
+                source = _view(self.placement.source(overlap, sender, layer, expert), start)
             yield Transfer(destination.name, start, shape, source, _view(destination, start), via >= 0)
 
 
@@ -196,6 +184,8 @@ def relay_buffer(sender: int) -> str:
 
 
 def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
+    if start == part.start:
+        return View(part.param, part.offset, part.strides)
     steps = (stride * (s - b) for s, b, stride in zip(start, part.start, part.strides, strict=True))
     return View(part.param, part.offset + sum(steps), part.strides)
 
@@ -209,14 +199,8 @@ def plan_transfers(
     Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
     """
     table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
-    round_numel = max(1, round_bytes // itemsize)
-    max_numel = _max_numel(round_numel, fleet.ranks_per_node)
-    tables = FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel)
-    hops, sizes = assign_table_senders(tables), _group_sizes(tables.groups)
-    rounds = assign_rounds(
-        hops, sizes[hops.group], world=fleet.world, ranks_per_node=fleet.ranks_per_node, round_numel=round_numel
-    )
-    return _build(_rows(hops, rounds, sizes), itemsize, tables.groups, tables)
+    max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
+    return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
 
 
 def plan_recorded(
@@ -232,17 +216,10 @@ def plan_recorded(
 
     Raises ValueError naming the tensor when the sources overlap or do not hold all that is kept.
     """
-    world, round_numel = max(len(sources), len(destinations)), max(1, round_bytes // itemsize)
+    world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
-    places = ((place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices))
-    groups = transfer_groups(
-        ((rank, part) for rank, slices in enumerate(sources) for part in slices),
-        ((rank, part) for _, rank, part in sorted(places, key=lambda entry: entry[:2])),
-        max_numel=_max_numel(round_numel, per_node),
-    )
-    hops, sizes = assign_senders(groups, world=world, ranks_per_node=per_node), _group_sizes(groups)
-    rounds = assign_rounds(hops, sizes[hops.group], world=world, ranks_per_node=per_node, round_numel=round_numel)
-    return _build(_rows(hops, rounds, sizes), itemsize, groups, _RecordedSlices())
+    max_numel = _max_numel(round_bytes // itemsize, per_node)
+    return _plan(RecordedSlices(sources, destinations, per_node, max_numel), itemsize, round_bytes)
 
 
 def _max_numel(round_numel: int, ranks_per_node: int) -> int:
@@ -250,8 +227,22 @@ def _max_numel(round_numel: int, ranks_per_node: int) -> int:
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
-def _group_sizes(groups: Sequence[TransferGroup]) -> Ints:
-    return np.array([group.numel for group in groups], dtype=np.int64)
+def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
+    hops, sizes = assign_senders(placement), np.array([group.numel for group in placement.groups], dtype=np.int64)
+    rounds = assign_rounds(hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize))
+    rows = _rows(hops, rounds, sizes)
+    first = _first_rows(rows.sender, rows.receiver, rows.round)
+    return Plan(
+        itemsize=itemsize,
+        num_rounds=int(rows.round.max(initial=-1)) + 1,
+        message_round=rows.round[first[:-1]],
+        message_sender=rows.sender[first[:-1]],
+        message_receiver=rows.receiver[first[:-1]],
+        message_bytes=itemsize * np.add.reduceat(rows.numel, first[:-1]),
+        rows=rows,
+        first_row=first,
+        placement=placement,
+    )
 
 
 def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
@@ -277,22 +268,6 @@ def _first_rows(*columns: Ints) -> Ints:
     """[messages + 1] where runs of equal values begin, and the number of rows."""
     changes = [np.diff(column, prepend=-1) != 0 for column in columns]
     return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
-
-
-def _build(rows: Rows, itemsize: int, groups: Sequence[TransferGroup], slices: FleetTables | _RecordedSlices) -> Plan:
-    first = _first_rows(rows.sender, rows.receiver, rows.round)
-    return Plan(
-        itemsize=itemsize,
-        num_rounds=int(rows.round.max(initial=-1)) + 1,
-        message_round=rows.round[first[:-1]],
-        message_sender=rows.sender[first[:-1]],
-        message_receiver=rows.receiver[first[:-1]],
-        message_bytes=itemsize * np.add.reduceat(rows.numel, first[:-1]),
-        rows=rows,
-        first_row=first,
-        groups=groups,
-        _slices=slices,
-    )
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:

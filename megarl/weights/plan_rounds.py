@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.weights.fleet_tables import Ints
-from megarl.weights.senders import Hops
+from megarl.weights.senders import Hops, Ints, Placement
 
 __all__ = ["assign_rounds"]
 
@@ -22,10 +21,11 @@ MAX_PASSES = 16  # over the hops that are due, in one round
 FAR_OUT, FAR_IN, OUT, IN, STAYS, NEXT_OUT, NEXT_IN, KINDS = range(8)
 
 
-def assign_rounds(hops: Hops, numel: Ints, *, world: int, ranks_per_node: int, round_numel: int) -> Ints:
+def assign_rounds(hops: Hops, numel: Ints, placement: Placement, *, round_numel: int) -> Ints:
     """[hops]; `numel` [hops]. A hop of more than `round_numel` has a round of its ranks for itself."""
-    scheduler = _Scheduler(hops, numel, world, ranks_per_node, round_numel)
-    due = hops.position * scheduler.num_rounds // hops.total
+    world = placement.world
+    scheduler = _Scheduler(hops, numel, world, placement.ranks_per_node, round_numel)
+    due = hops.position * scheduler.num_rounds // placement.total
     moved = hops.sender != hops.receiver
     travelling, staying = np.flatnonzero(moved), np.flatnonzero(~moved)
     scheduler.run(travelling, due[travelling])

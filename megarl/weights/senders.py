@@ -12,13 +12,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megarl.weights.fleet_tables import FleetTables, Ints
-from megarl.weights.transfer_groups import TransferGroup
+from megarl.models.shards import ShardSlice
+from megarl.weights.transfer_groups import Overlap, TransferGroup
 
-__all__ = ["Hops", "assign_senders", "assign_table_senders"]
+__all__ = ["Hops", "Instances", "Ints", "Placement", "assign_senders"]
+
+Ints = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """The repetitions of a transfer group over layers and experts: arrays over them."""
+
+    layer: Ints
+    expert: Ints  # -1: none
+    position: Ints  # elements of a replica before it, in the order of the engine's layers
+    turn: Ints  # a number that differs between instances of the same holders
+    key: Ints  # row of `Placement.holders`
+    part: Ints  # expert-parallel rank of the engine that keeps it
+
+
+class Placement(Protocol):
+    """What moves, who holds it and who keeps it. Groups go by their index in `groups`."""
+
+    groups: list[TransferGroup]
+    world: int
+    ranks_per_node: int
+    receivers: list[int]  # ascending
+    lanes: int  # places at which ranks of one node begin; they repeat after `period` ranks
+    period: int
+    layer_starts: Ints  # positions, ascending
+    total: int  # elements of a replica
+
+    def instances(self, group: int) -> Instances: ...
+    def holders(self, group: int) -> Ints:
+        """[keys, holders] ranks."""
+        ...
+
+    def keepers(self, group: int, part: int) -> Sequence[int]: ...
+    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
+    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,80 +65,33 @@ class Hops:
 
     group: Ints
     layer: Ints
-    expert: Ints  # -1: none
+    expert: Ints
     sender: Ints
     receiver: Ints
-    position: Ints  # elements that a replica receives before it
-    total: int  # elements of a replica
+    position: Ints  # from where the receiver begins
     relay_hop: Ints  # ascending
     relay_receiver: Ints
 
 
-def assign_senders(groups: Sequence[TransferGroup], *, world: int, ranks_per_node: int) -> Hops:
-    """For recorded slices: coordinates are ranks, and each tensor counts as a layer."""
-    collector, sizes = _Collector(ranks_per_node), np.zeros(1 + max(group.unit for group in groups), dtype=np.int64)
-    for group in groups:
-        sizes[group.unit] += group.numel * len(group.destinations)
-    starts = np.cumsum(sizes) - sizes
-    for number, group in enumerate(groups):
-        instance = (np.array([group.unit]), np.array([-1]), starts[[group.unit]])
-        for node, keepers in _by_node(group.destinations, ranks_per_node).items():
-            collector.add(number, instance, np.array([group.sources]), keepers, np.array([node + number]))
-    receivers = sorted({rank for group in groups for rank in group.destinations})
-    offsets, total = np.zeros(world, dtype=np.int64), max(1, int(sizes.sum()))
-    nodes = _by_node(receivers, ranks_per_node)
-    for number, ranks in enumerate(nodes.values()):
-        offsets[ranks] = _layer_start(starts, total * number // len(nodes))
-    return collector.finish(offsets, total)
-
-
-def assign_table_senders(tables: FleetTables) -> Hops:
-    fleet = tables.fleet
-    collector, per_node = _Collector(fleet.ranks_per_node), fleet.ranks_per_node
-    receivers = range(fleet.first_receiver, fleet.first_receiver + fleet.receivers)
+def assign_senders(placement: Placement) -> Hops:
+    per_node, receivers = placement.ranks_per_node, placement.receivers
     nodes = list(_by_node(receivers, per_node))
-    instances = {section: tables.instances(section) for section in dict.fromkeys(tables.sections)}
-    begins, starts, total = _positions(tables)
-    for number, (section, group) in enumerate(zip(tables.sections, tables.groups, strict=True)):
-        of = instances[section]
-        begin, size = begins[section, group.unit]
-        position = starts[of.layer + 1] + begin + of.place * size
+    collector = _Collector(per_node)
+    for number in range(len(placement.groups)):
+        of, holders = placement.instances(number), placement.holders(number)
         for part in np.unique(of.part).tolist():
             chosen = np.flatnonzero(of.part == part)
-            columns = (of.layer[chosen], of.expert[chosen], position[chosen])
-            holders = tables.holders(section, group)[of.key[chosen]]
-            for node, keepers in _by_node(tables.keepers(section, group, part), per_node).items():
-                turn = of.layer[chosen] + of.local_expert[chosen] + number + nodes.index(node)
-                collector.add(number, columns, holders, keepers, turn)
-    # the ranks of a node begin in several places where they are more than a pipeline stage has
-    period = min(per_node, fleet.receivers if len(nodes) == 1 else fleet.ranks_per_replica)  # relays cross no lanes
-    lanes = min(period, -(-min(per_node, fleet.receivers) * fleet.parallel.pipeline // fleet.trainers))
-    offsets = np.zeros(fleet.world, dtype=np.int64)
-    for rank in receivers:
-        lane = nodes.index(rank // per_node) * lanes + (rank - fleet.first_receiver) % period * lanes // period
-        offsets[rank] = _layer_start(starts, total * lane // (len(nodes) * lanes))
-    return collector.finish(offsets, total)
-
-
-def _positions(tables: FleetTables) -> tuple[dict[tuple[str, int], tuple[int, int]], Ints, int]:
-    """(section, unit) -> (elements before it in its layer, its size); [layers + 2] elements before each layer, from the
-    embedding to the head; elements in all. Experts follow the other tensors of their layer."""
-    units: dict[tuple[str, int], int] = {}
-    for section, group in zip(tables.sections, tables.groups, strict=True):
-        units[section, group.unit] = units.get((section, group.unit), 0) + group.numel * len(group.destinations)
-    begins: dict[tuple[str, int], tuple[int, int]] = {}
-    ends: dict[str, int] = {}
-    sizes = np.zeros(tables.shape.layers + 2, dtype=np.int64)
-    for (section, unit), size in units.items():
-        begin = ends.get(section, ends.get("layer", 0) if section == "expert" else 0)
-        begins[section, unit] = begin, size
-        ends[section] = begin + size * (tables.shape.experts if section == "expert" else 1)
-        sizes[tables.instances(section).layer + 1] = ends[section]
-    return begins, np.cumsum(sizes) - sizes, int(sizes.sum())
-
-
-def _layer_start(starts: Ints, position: int) -> int:
-    return int(starts[np.searchsorted(starts, position, side="right") - 1])
+            columns = (of.layer[chosen], of.expert[chosen], of.position[chosen])
+            for node, keepers in _by_node(placement.keepers(number, part), per_node).items():
+                turn = of.turn[chosen] + number + nodes.index(node)
+                collector.add(number, columns, holders[of.key[chosen]], keepers, turn)
+    offsets, starts = np.zeros(placement.world, dtype=np.int64), placement.layer_starts
+    lanes, period = placement.lanes, placement.period
+    for index, rank in enumerate(receivers):
+        lane = nodes.index(rank // per_node) * lanes + index % period * lanes // period
+        even = placement.total * lane // (len(nodes) * lanes)
+        offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
+    return collector.finish(offsets, placement.total)
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
@@ -151,9 +142,12 @@ class _Collector:
         place[order] = np.arange(len(order))
         hop, relay_receiver = place[_joined(self._relays, 0)], _joined(self._relays, 1)
         by_hop = np.argsort(hop, kind="stable")
-        columns = (column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver))
-        return Hops(*columns, position[order], total, hop[by_hop], relay_receiver[by_hop].astype(np.int32))
+        group, layer, expert, sender, receiver = (
+            column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver)
+        )
+        relays = hop[by_hop], relay_receiver[by_hop].astype(np.int32)
+        return Hops(group, layer, expert, sender, receiver, position[order], *relays)
 
 
 def _joined(parts: list[tuple[Ints, ...]], column: int) -> Ints:
-    return np.concatenate([part[column] for part in parts])
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(part[column] for part in parts)])

@@ -41,6 +41,7 @@ class TransferGroup:
 
     overlaps: tuple[Overlap, ...]
     unit: int  # order within a layer
+    repeats: int = 1  # of the overlaps: for so many consecutive experts
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class TransferGroup:
 
     @property
     def numel(self) -> int:
-        return sum(overlap.numel for overlap in self.overlaps)
+        return self.repeats * sum(overlap.numel for overlap in self.overlaps)
 
 
 def transfer_groups(

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from family_ranks import in_bf16, round_trip
-from trainer_cases import random_batch
-from trainer_ranks import Bench, config_of, join, measure, run_checks, score, train_once
+from trainer_cases import Policy, random_batch
+from trainer_ranks import Bench, config_of, join, measure, run_checks
 
 from megarl.launch.checks import probe_tokens, score_rows
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
@@ -26,7 +25,6 @@ from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine, EngineSpec
 from megarl.trainer.bridged import Bridged, record
-from megarl.trainer.trainer import Actor
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
@@ -56,21 +54,21 @@ def compare_tables(bench: Bench) -> dict[str, Any]:
     found = {}
     for model, layouts in WITH_TABLES.items():
         for parallel in layouts:
-            actor = bench.actor(model, config_of(parallel))
-            wrong = [str(box) for box in _disputed(actor)]
+            policy = bench.policy(model, config_of(parallel))
+            wrong = [str(box) for box in _disputed(policy)]
             everywhere: list[list[str]] = [[]] * WORLD
             dist.all_gather_object(everywhere, wrong)
             found[f"{model} {parallel}"] = [box for boxes in everywhere for box in boxes][:4]
     return found
 
 
-def _disputed(actor: Actor, fault: str = "") -> list[ShardSlice]:
-    assert actor.config.model.path is not None
-    shape = replace(actor.shape, bridge=Path(actor.config.model.path))
-    bridged = Bridged.of(shape, actor.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
-    chunks: Any = [chunk.module for chunk in actor.model]
-    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(actor.shape), actor.layout.ep)
-    table = actor.slices_by_rank()[actor.layout.rank]
+def _disputed(policy: Policy, fault: str = "") -> list[ShardSlice]:
+    trainer = policy.trainer
+    shape = replace(trainer.shape, bridge=policy.folder)
+    bridged = Bridged.of(shape, trainer.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
+    chunks: Any = [chunk.module for chunk in trainer.model]
+    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep)
+    table = trainer.slices_by_rank()[trainer.layout.rank]
     return sorted({_normal(box) for box in recorded} ^ {_normal(box) for box in table}, key=str)
 
 
@@ -104,10 +102,10 @@ class _Faulty:
 
 def faults(bench: Bench) -> dict[str, str]:
     """What recording says to each; swapped rows are a placement still, but not the table's."""
-    actor, said = bench.actor("qwen3@2", config_of(TP2)), {}
+    policy, said = bench.policy("qwen3@2", config_of(TP2)), {}
     for fault in ("computed", "swapped", "no rule"):
         try:
-            said[fault] = str(_disputed(actor, fault)[:1])
+            said[fault] = str(_disputed(policy, fault)[:1])
         except ValueError as error:
             said[fault] = str(error)
     return said
@@ -118,7 +116,7 @@ def refused(bench: Bench) -> dict[str, str]:
     said = {}
     for model in ("olmoe@2", "olmo2@2"):
         try:
-            bench.actor(model, config_of({}))
+            bench.policy(model, config_of({}))
         except ValueError as error:
             said[model] = str(error)
     return said
@@ -127,7 +125,7 @@ def refused(bench: Bench) -> dict[str, str]:
 def round_trip_in_bf16(bench: Bench) -> list[str]:
     """Router corrections stay in fp32."""
     bench.saved("hy_v3@3")
-    return round_trip(bench.actor(in_bf16(bench, "hy_v3@3"), config_of(TP2, dtype="bf16")))
+    return round_trip(bench.policy(in_bf16(bench, "hy_v3@3"), config_of(TP2, dtype="bf16")))
 
 
 def families_without(bench: Bench) -> list[dict[str, Any]]:
@@ -146,32 +144,32 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     spec = EngineSpec(str(folder), (1,), 16, 64, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
     env = Env(rank, WORLD, rank, WORLD, job_id="bridge")
     engine = Engine.start(spec, env, shapes=hf_shapes(shape), fp32=fp32_tensors(shape))
-    actor = bench.actor(model, config_of(parallel), shape)
+    policy = bench.policy(model, config_of(parallel), shape)
     tokens_NL = probe_tokens(shape.vocab, length=24)
-    trainer = partial(score_rows, actor)
-    weights, transport = WeightFormat(actor.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
+    trainer = partial(score_rows, policy.trainer)
+    weights, transport = WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
     plan = plan_slices(
         weights,
-        actor.slices_by_rank(),
+        policy.trainer.slices_by_rank(),
         transport.gather(list(engine.receiver.slices)),
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
     )
     publisher = Publisher.connect(
         plan,
-        WeightSender(actor.local_slices(), actor.parameters_by_name),
+        WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
         engine.receiver,
         transport,
         weights,
         ranks_per_replica=tensor,
         probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),
     )
-    scored, errors, stale = score(actor, random_batch(num_rows=8)), [], []
+    scored, errors, stale = policy.score(random_batch(num_rows=8)), [], []
     for version in range(3):
         report = publisher.publish(version=version)
         assert report.verified
         errors.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
-        train_once(actor, scored)
+        policy.update(scored)
         stale.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
     sizes = [report.num_tensors, report.bytes_kept, report.bytes_received]
     engine.close()

@@ -19,16 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from trainer_cases import load_model, oracle_logprobs, random_batch, save_model
+from trainer_cases import Policy, load_model, oracle_logprobs, random_batch, save_model
 from trainer_ranks import run_checks
 
-from megarl.algorithms.objective import add_advantages, initial_state
 from megarl.config.schema import Config
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import read_model
 from megarl.trainer import trainer as trainer_module
-from megarl.trainer.trainer import Actor
+from megarl.trainer.trainer import Trainer
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch
 
 Sizes = dict[str, int]  # of parallel
@@ -74,11 +72,11 @@ def config_of(parallel: dict[str, int], **sections: Any) -> Config:
 
 
 class Bench:
-    """Builds actors of the saved models, one after another, and keeps the gradients of each update."""
+    """Builds policies of the saved models, one after another."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self.folder, self.world = folder, world
-        self.last: Actor | None = None
+        self.last: Policy | None = None
 
     def fits(self, parallel: Sizes) -> bool:
         return self.world % Parallel(**parallel).dense == 0
@@ -89,36 +87,36 @@ class Bench:
         dist.barrier()
         return self.folder / model
 
-    def actor(self, model: str, config: Config) -> Actor:
+    def policy(self, model: str, config: Config) -> Policy:
         path = self.path(model)
         layout = Layout.of(config.parallel.sizes, self.world, dist.get_rank())
         if self.last is not None:
-            self.last.close()
-        self.last = Actor.build(config, read_model(path), layout, folder=path, device=torch.device("cpu"))
+            self.last.trainer.close()
+        self.last = Policy.build(config, path, layout)
         return self.last
 
 
-def score(batch: TrainBatch, config: Config, logprobs: Tensor) -> ScoredBatch:
+def score(policy: Policy, batch: TrainBatch, logprobs: Tensor) -> ScoredBatch:
     """Old log-probs a little off those of the policy, so that ratios and clips act."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1)) * 0.15
-    old = LogProbs(logprobs + noise * batch.mask, logprobs if config.algorithm.needs_reference else None)
-    return add_advantages(batch, old, config.algorithm, initial_state(config.algorithm))[0]
+    reference = logprobs if policy.learner.objective.needs_reference else None
+    return policy.score(batch, LogProbs(logprobs + noise * batch.mask, reference))
 
 
-def whole_gradients(actor: Actor) -> dict[str, Tensor]:
+def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     """HF name -> its gradient, on rank 0; where ranks hold copies they must agree."""
-    for chunk in actor.model:
+    for chunk in trainer.model:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             for bucket in buffer.buckets:  # reduced, but only this rank's part of it
                 group = buffer.data_parallel_group
                 parts = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)  # into the bucket itself
     gradients = {}
-    for number, chunk in enumerate(actor.model):
-        prefix = f"chunk{number}." if len(actor.model) > 1 else ""
+    for number, chunk in enumerate(trainer.model):
+        prefix = f"chunk{number}." if len(trainer.model) > 1 else ""
         gradients |= {prefix + name: p.main_grad for name, p in chunk.module.named_parameters()}
     mine = []
-    for box in actor.slices_by_rank()[actor.layout.rank]:
+    for box in trainer.slices_by_rank()[trainer.layout.rank]:
         if box.param in gradients:
             part = gradients[box.param]
             mine.append(
@@ -143,19 +141,20 @@ def _assembled(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Te
     return whole
 
 
-def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str, Any]:
+def update(policy: Policy, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str, Any]:
     """One update: what it reports, and its gradients before clipping."""
     kept: dict[str, Tensor] = {}
-    before = router_biases(actor)
+    trainer, objective = policy.trainer, policy.learner.objective
+    before = router_biases(trainer)
     step = trainer_module.take_step
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        kept.update(whole_gradients(actor))
+        kept.update(whole_gradients(trainer))
         return step(*args, **kwargs)
 
     trainer_module.take_step = keeping
     try:
-        report = actor.update(scored, plan).updates[0]
+        report = trainer.step(scored, plan, objective.loss(scored), objective.weights(scored, plan))
     finally:
         trainer_module.take_step = step
     return {
@@ -163,15 +162,15 @@ def update(actor: Actor, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[str,
         "grad_norm": report.grad_norm,
         "metrics": report.metrics,
         "gradients": kept,
-        "layers": actor.shape.layers - actor.shape.dense_layers,
-        "bias": (router_biases(actor) - before).tolist(),
+        "layers": trainer.shape.layers - trainer.shape.dense_layers,
+        "bias": (router_biases(trainer) - before).tolist(),
         "microbatches": len(plan.rows[0][0]),
     }
 
 
-def router_biases(actor: Actor) -> Tensor:
+def router_biases(trainer: Trainer) -> Tensor:
     """Of this rank's layers, end to end."""
-    found = [tensor for name, tensor in actor.parameters_by_name().items() if name.endswith("expert_bias")]
+    found = [tensor for name, tensor in trainer.parameters_by_name().items() if name.endswith("expert_bias")]
     return torch.cat([torch.zeros(0), *(bias.detach().clone() for bias in found)])
 
 
@@ -256,16 +255,16 @@ def check_layouts(
 ) -> list[dict[str, Any]]:
     """Every layout against plain transformers; unless those are asked, against the first layout."""
     found: list[dict[str, Any]] = []
-    logprobs, true = bench.actor(model, config_of({})).logprobs(batch).old, {}
+    logprobs, true = bench.policy(model, config_of({})).logprobs(batch), {}
     for number, parallel in enumerate(layouts):
         config = config_of(parallel, **sections)
-        actor = bench.actor(model, config)
-        error = float((actor.logprobs(batch).old - logprobs).abs().max())
-        scored = score(batch, config, logprobs)
+        policy = bench.policy(model, config)
+        error = float((policy.logprobs(batch) - logprobs).abs().max())
+        scored = score(policy, batch, logprobs)
         if ask and not true and dist.get_rank() == 0:
             true = oracle(load_model(bench.folder / model), scored, config)
-        plan = plans[number] if plans else plan_microbatches(scored, actor.layout, config.train)
-        one = update(actor, scored, plan)
+        plan = plans[number] if plans else plan_microbatches(scored, policy.trainer.layout, config.train)
+        one = update(policy, scored, plan)
         true = true or one
         if dist.get_rank() == 0:
             found.append({"parallel": parallel, "logprob_error": error, **compared(one, true)})

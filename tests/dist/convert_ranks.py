@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import dist_checkpointing
 from trainer_cases import ask, load_model, random_batch
-from trainer_ranks import config_of, fingerprints, join, score
+from trainer_ranks import config_of, fingerprints, join
 
 WORLD = 4
 LAYOUTS = {"qwen3_moe": {"tensor": 2, "expert": 2}}
@@ -25,12 +25,12 @@ def work(rank: int, results: str, folder: str, models: list[str]) -> None:
     bench, found = join(rank, WORLD, folder), {}
     for model in models:
         config = config_of(LAYOUTS.get(model, OTHERS))
-        expected = fingerprints(bench.actor(model, config))
-        actor = bench.actor(f"{model}-megatron", config)
+        expected = fingerprints(bench.policy(model, config))
+        policy = bench.policy(f"{model}-megatron", config)
         differ: list[list[str]] = [[]] * WORLD
-        mine = fingerprints(actor)
+        mine = fingerprints(policy)
         dist.all_gather_object(differ, [name for name in expected if expected[name] != mine[name]])
-        scored = score(actor, random_batch(num_rows=8))
+        scored = policy.score(random_batch(num_rows=8))
         saved = bench.folder / f"{model}-saved"
         if rank == 0:
             saved.mkdir()
@@ -39,7 +39,7 @@ def work(rank: int, results: str, folder: str, models: list[str]) -> None:
             names = [name for rank_names in differ for name in rank_names]
             found[model] = {"differ": names, "error": error, "count": len(expected)}
         dist.barrier()
-        (chunk,) = actor.model
+        (chunk,) = policy.trainer.model
         dist_checkpointing.save(chunk.module.sharded_state_dict(), str(saved))
     if rank == 0:
         Path(results).write_text(json.dumps(found))

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from trainer_cases import save_model
+from trainer_cases import Policy, save_model
 from trainer_ranks import Bench, config_of, join, measure
 
 from megarl.checkpoint.hf import export_hf
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.platform.device import DTYPES
-from megarl.trainer.trainer import Actor
 from megarl.weights.transports.collective import Collective
 
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
@@ -42,20 +41,19 @@ def layouts(world: int) -> list[tuple[str, dict[str, int]]]:
     return dense + sparse + [("gpt_oss@5", parallel) for parallel in GPT_OSS] + [("qwen3_yarn@5", {"tensor": 2})]
 
 
-def round_trip(actor: Actor) -> list[str]:
+def round_trip(policy: Policy) -> list[str]:
     """Names of the tensors that HF -> Megatron -> HF gave back otherwise; on every rank."""
-    assert actor.config.model.path is not None
-    origin = Path(actor.config.model.path)
+    trainer, origin = policy.trainer, policy.folder
     back = origin.with_name("back")
     export_hf(
         back,
         origin=origin,
-        shapes=hf_shapes(actor.shape),
-        sources=actor.slices_by_rank(),
-        parameters=actor.parameters_by_name,
+        shapes=hf_shapes(trainer.shape),
+        sources=trainer.slices_by_rank(),
+        parameters=trainer.parameters_by_name,
         transport=Collective(),
-        dtype=DTYPES[actor.config.train.dtype],
-        fp32=fp32_tensors(actor.shape),
+        dtype=DTYPES[trainer.train.dtype],
+        fp32=fp32_tensors(trainer.shape),
         file_bytes=1 << 16,  # several files
     )
     before, after = _tensors(origin), _tensors(back)
@@ -68,7 +66,7 @@ def round_trips_in_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
     """The layout that shards most, with router corrections left in fp32."""
     parallel = ALL_AXES if world == 8 else {"tensor": 2, "expert": 2}
     return {
-        model: round_trip(bench.actor(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
+        model: round_trip(bench.policy(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
     }
 
 

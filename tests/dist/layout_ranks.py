@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megarl.config.schema import Config, Create
-from megarl.debug.layout_check import check_layouts, compare, rows_of
+from megarl.config.schema import Create, Train
+from megarl.debug.layout_check import check_layouts, compare, prompt_rows
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout
 from megarl.models.registry import read_model
-from megarl.trainer.trainer import Actor
+from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt
 
 WORLD = 4
@@ -37,25 +38,21 @@ def main(file: Path) -> None:
             create_model(Create(**SIZES, **more), file.parent)
         dist.barrier()
         model = create_model(Create(**SIZES, **more), file.parent)
-        algorithm = {"advantage": "none", "loss": "sft"}
-        config = Config.model_validate(
-            {"train": {"dtype": "fp32", "max_tokens_per_microbatch": 48}, "algorithm": algorithm}
-        )
-        batch = rows_of([Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67)
+        train = Train(dtype="fp32", max_tokens_per_microbatch=48)
+        batch = prompt_rows([Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67)
 
-        def build(config: Config, layout: Layout, *, fault: bool, model: Path = model) -> Actor:
-            actor = Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
+        def build(layout: Layout, *, fault: bool, model: Path = model, train: Train = train) -> Trainer:
+            device = torch.device("cpu")
+            trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
             if fault and layout.tp.size == 2:
-                for held, parameter in actor.parameters_by_name().items():
+                for held, parameter in trainer.parameters_by_name().items():
                     if "layers.2.mlp" in held and layout.tp.rank == 1:
                         parameter.data.mul_(1.01)
-            return actor
+            return trainer
 
         for fault in (False, True):
             layouts = LAYOUTS[name] if not fault else LAYOUTS[name][:2]
-            found = check_layouts(
-                config, layouts, batch, lambda c, at, f=fault: build(c, at, fault=f), world=WORLD, rank=rank
-            )
+            found = check_layouts(layouts, batch, partial(build, fault=fault), world=WORLD, rank=rank)
             said[f"{name} fault" if fault else name] = [asdict(row) for row in compare(found, "fp32")]
     if rank == 0:
         file.write_text(json.dumps(said))

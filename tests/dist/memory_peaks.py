@@ -26,14 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_cases import random_batch
 
-from megarl.algorithms.objective import supervised
-from megarl.config.schema import Config, Create
-from megarl.data.packing import plan_microbatches
+from megarl.config.schema import Create, Train
 from megarl.launch.phases import TimedPhases
 from megarl.launch.random_model import create_model
-from megarl.layout import Layout
+from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
-from megarl.trainer.trainer import Actor
+from megarl.stages.sft import train_supervised
+from megarl.trainer.trainer import Trainer
 
 DEVICE = torch.device("cpu", 0)
 LARGE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 32_000, "tokenizer": "none"}
@@ -83,12 +82,11 @@ class Device(TorchDispatchMode):
         return sum(storage.nbytes() for _, storage in live if storage is not None)
 
 
-def build(folder: Path, create: Mapping[str, Any], train: Mapping[str, Any], *, device: torch.device = DEVICE) -> Actor:
-    algorithm = {"advantage": "none", "loss": "sft", "aggregation": "token-mean"}
-    config = Config.model_validate({"stage": "sft", "train": {"lr": 1e-3, **train}, "algorithm": algorithm})
-    model = create_model(Create(**create), folder)
-    layout = Layout.of(config.parallel.sizes, 1, 0)
-    return Actor.build(config, read_model(model), layout, folder=model, device=device)
+def build(
+    folder: Path, create: Mapping[str, Any], train: Mapping[str, Any], *, device: torch.device = DEVICE
+) -> Trainer:
+    model, settings = create_model(Create(**create), folder), Train.model_validate({"lr": 1e-3, **train})
+    return Trainer.build(read_model(model), Layout.of(Parallel(), 1, 0), train=settings, folder=model, device=device)
 
 
 def peaks(
@@ -104,19 +102,19 @@ def peaks(
         yield
         counted[name] = max(device.peak, device.bytes())
 
-    def record(told: Mapping[str, float]) -> None:
-        resident.update({name.split("/")[1]: 1e9 * value for name, value in told.items()})
+    def add(metrics: Mapping[str, float]) -> None:
+        resident.update({name.split("/")[1]: 1e9 * value for name, value in metrics.items()})
 
     with Device() as device:
-        actor = build(folder, create, train)
-        phases = TimedPhases(span, record, DEVICE, actor.memory)
+        trainer = build(folder, create, train)
+        phases = TimedPhases(span, add, DEVICE, trainer.memory)
         batch = random_batch(num_rows=rows, longest=longest)
         for _ in range(2):
             with phases.rollout():
                 pass
             with phases.train():
-                scored = supervised(batch, actor.logprobs(batch))
-                actor.update(scored, plan_microbatches(scored, actor.layout, actor.config.train))
+                trainer.forward(batch)
+                train_supervised(trainer, batch)
             with phases.sync():
                 pass
     return counted, resident

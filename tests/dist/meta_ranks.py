@@ -26,7 +26,8 @@ from megarl.platform import megatron_on_cpu
 megatron_on_cpu.install()
 
 from megarl.trainer.megatron_config import transformer_config  # noqa: E402
-from megarl.trainer.model import build_model, destroy_parallel, init_parallel, local_tensors  # noqa: E402
+from megarl.trainer.model import build_model, local_tensors  # noqa: E402
+from megarl.trainer.parallel_groups import destroy_parallel, init_parallel  # noqa: E402
 
 
 class OnMeta(TorchFunctionMode):

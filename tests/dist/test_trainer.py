@@ -1,4 +1,4 @@
-"""The actor in many layouts on four gloo ranks, against transformers and torch's own AdamW. One launch for all."""
+"""The trainer in many layouts on four gloo ranks, against transformers and torch's own AdamW. One launch for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results = tmp_path_factory.mktemp("actor") / "results.json"
+    results = tmp_path_factory.mktemp("trainer") / "results.json"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "trainer_ranks.py", results],
         capture_output=True,
@@ -45,6 +45,20 @@ def test_updates_are_those_of_plain_torch_in_every_layout(found: dict[str, Any])
             assert true_norm > 1e-3, f"{name}: nothing to compare"
             assert loss == pytest.approx(true_loss, rel=tolerance, abs=tolerance / 10), f"{name}, step {step}"
             assert norm == pytest.approx(true_norm, rel=tolerance), f"{name}, step {step}"
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model(found: dict[str, Any]) -> None:
+    for case in found["clipping"]:
+        assert case["oracle"][0][1] > 1, "more than ten times the bound"
+        for step, tolerance in ((0, 1e-5), (1, 1e-4)):
+            assert case["steps"][step] == pytest.approx(case["oracle"][step], rel=tolerance, abs=1e-6), case["parallel"]
+        assert case["steps"][0][0] != pytest.approx(case["steps"][1][0], rel=1e-2), "the step shows"
+
+
+def test_the_routers_bias_follows_the_tokens_of_all_ranks(found: dict[str, Any]) -> None:
+    expected, moved = found["router_bias"][::2], found["router_bias"][1::2]
+    assert expected and all(any(step) for step in expected)
+    assert moved == [pytest.approx(steps, abs=1e-7) for steps in expected]
 
 
 def test_layouts_of_a_model_agree(found: dict[str, Any]) -> None:
@@ -95,7 +109,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(found: dict[str, Any]) ->
 
 def test_several_updates_a_step_and_the_schedule(found: dict[str, Any]) -> None:
     updates = found["updates"]
-    assert updates["lrs"] == [0.03, 0.03], "the second step of a warm-up of two"
+    assert updates["lrs"] == [pytest.approx([lr, lr]) for lr in (0.01, 0.02)], "a warm-up of three steps"
     assert updates["clip_frac"][1] > 0, "the policy moved within the step"
     assert updates["sft"] == sorted(updates["sft"], reverse=True), "SFT learns"
     assert updates["sft"][0] == pytest.approx(updates["sft_expected"], rel=1e-6)

@@ -4,9 +4,9 @@ The checks that are worth having, each traced to a bug of another system, and wh
 
  1 two syncs in a row with changed weights         dist/test_sync.py check_model ("again", "stale")
  2 sleep, then generate without a sync             dist/test_sync.py check_model ("before"); gpu/test_gpu_roles.py
- 3 names expected are names loaded                 dist/test_sync.py test_faults ("missing tensor"), test_plan.py
+ 3 names expected are names loaded                 dist/test_sync.py test_faults, unit/weights/test_publish.py
  4 tied embeddings over the pipeline               dist/test_sync.py (qwen3, pp2), test_convert.py (qwen3)
- 5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/weights/test_mapping.py
+ 5 gate and up, virtual and uneven stages, padding dist/test_sync.py test_layouts_covered, unit/models/test_shards.py
  6 grad norm with context parallelism, empty ranks dist/test_context.py, dist/test_trainer.py
  7 one batch in every layout                       dist/test_trainer.py
  8 temperature, top-p                              dist/test_sync.py (0.7 and greedy), unit/config/test_validate.py
@@ -15,7 +15,7 @@ The checks that are worth having, each traced to a bug of another system, and wh
 11 an engine killed in a sync                      here: test_a_dead_rank_is_named, dist/test_sync.py (dies)
 12 a tensor larger than a round, a round full      here: test_no_rank_moves_more_than_a_round_may_hold, test_plan.py
 13 the order of transfers on all ranks             here: test_ranks_agree_on_the_order
-14 padding of packed rows, for FP8 too             unit/actor/test_microbatch.py; gpu/test_gpu_roles.py
+14 padding of packed rows, for FP8 too             unit/trainer/test_microbatch.py; gpu/test_gpu_roles.py
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ EVERY = [*FLEETS, *ON_NODES]
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("transports")
     processes = start_ranks(RANKS, WORLD, str(folder))
-    said = [process.communicate(timeout=150)[0] for process in processes]
+    output = [process.communicate(timeout=150)[0] for process in processes]
     codes = [process.returncode for process in processes]
-    assert codes == [0, 0, 0, 9], "\n".join(text[-2000:] for text in said)
+    assert codes == [0, 0, 0, 9], "\n".join(text[-2000:] for text in output)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -50,10 +50,10 @@ def ranks(tmp_path_factory) -> list[dict]:
 def test_a_rank_receives_what_it_keeps_and_nothing_else(ranks, pair):
     total = 0
     for rank, seen in enumerate(ranks):
-        found = seen["pairs"][pair]
-        received = sum(size for round_ in found["trace"] for _, to, size in round_ if to == rank)
-        assert received + found["local"] == found["kept"], "1.00: no byte twice, none too many"
-        assert found["version"] == (7 if found["kept"] else None)
+        report = seen["pairs"][pair]
+        received = sum(size for round_ in report["trace"] for _, to, size in round_ if to == rank)
+        assert received + report["local"] == report["kept"], "1.00: no byte twice, none too many"
+        assert report["version"] == (7 if report["kept"] else None)
         total += received
     assert {seen["pairs"][pair]["received"] for seen in ranks} == {total}, "the report says the same"
 
@@ -63,9 +63,9 @@ def test_ranks_agree_on_the_order(ranks, pair):
     """Each rank's own record is the plan's, without the transfers of others: so a send meets its receive."""
     plan = ranks[0]["pairs"][pair]["plan"]
     for rank, seen in enumerate(ranks):
-        found = seen["pairs"][pair]
-        assert found["plan"] == plan
-        for round_, mine in zip(plan, found["trace"], strict=True):
+        report = seen["pairs"][pair]
+        assert report["plan"] == plan
+        for round_, mine in zip(plan, report["trace"], strict=True):
             expected = [transfer for transfer in round_ if transfer[0] == rank]
             expected += [transfer for transfer in round_ if transfer[1] == rank]
             assert mine == expected
@@ -73,14 +73,14 @@ def test_ranks_agree_on_the_order(ranks, pair):
 
 @pytest.mark.parametrize("pair", EVERY)
 def test_no_rank_moves_more_than_a_round_may_hold(ranks, pair):
-    found = ranks[0]["pairs"][pair]
-    assert found["largest"] <= ROUND, "a tensor larger than a round is cut"
+    report = ranks[0]["pairs"][pair]
+    assert report["largest"] <= ROUND, "a tensor larger than a round is cut"
     per_rank: dict[int, int] = {}
-    for round_ in found["plan"]:
+    for round_ in report["plan"]:
         for direction in (0, 1):
             for rank in range(WORLD):
-                held = sum(transfer[2] for transfer in round_ if transfer[direction] == rank)
-                per_rank[rank] = max(per_rank.get(rank, 0), held)
+                size = sum(transfer[2] for transfer in round_ if transfer[direction] == rank)
+                per_rank[rank] = max(per_rank.get(rank, 0), size)
     assert max(per_rank.values()) <= ROUND
 
 
@@ -95,18 +95,18 @@ def test_a_slice_in_the_wrong_place_is_seen_though_every_message_arrived(ranks):
 @pytest.mark.parametrize("pair", ON_NODES)
 def test_what_a_node_shares_crosses_the_network_once(ranks, pair):
     """Each of four ranks holds a stage and keeps all: each node lacks half the model."""
-    found, flat = ranks[0]["pairs"][pair], ranks[0]["pairs"]["pp4 -> tp1"]
-    assert found["received"] == flat["received"] and flat["over the network"] == 0
-    assert found["over the network"] == found["kept"], "two nodes take half of it each, once"
+    report, flat = ranks[0]["pairs"][pair], ranks[0]["pairs"]["pp4 -> tp1"]
+    assert report["received"] == flat["received"] and flat["over the network"] == 0
+    assert report["over the network"] == report["kept"], "two nodes take half of it each, once"
 
 
 def test_a_fault_of_a_relay_is_named(ranks):
     for seen in ranks:
-        found = seen["torn relay"]
-        assert "rank 2 -> rank 3 (relayed): model." in found["message"]
-        assert "were not received as sent: message " in found["said"] and found["message"] in found["said"], found
-        assert found["version"] == 1 and found["old"], "not a byte of the engine has changed"
-        assert found["healed"]
+        report = seen["torn relay"]
+        assert "rank 2 -> rank 3 (relayed): model." in report["message"]
+        assert "were not received as sent: message " in report["error"] and report["message"] in report["error"], report
+        assert report["version"] == 1 and report["old"], "not a byte of the engine has changed"
+        assert report["healed"]
 
 
 def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
@@ -133,6 +133,6 @@ def test_a_dead_rank_is_named(ranks):
     assert any(re.search(r"rank 3 did not .*; in flight: message .*: model\.", seen["dead"]) for seen in ranks[:3])
     for seen in ranks[:3]:
         assert "The engine keeps the version it had" in seen["dead"]
-        assert seen["after dead"] == 1 and seen["held after dead"]
-        said = seen["barrier after dead"]
-        assert re.match(r"ranks? [\d, ]*3 of 4 did not come to the sync of weights, version 3", said), said
+        assert seen["after dead"] == 1 and seen["holds after dead"]
+        output = seen["barrier after dead"]
+        assert re.match(r"ranks? [\d, ]*3 of 4 did not come to the sync of weights, version 3", output), output

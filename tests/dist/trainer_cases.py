@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, batches, and plain transformers as the oracle: what the actor tests measure against."""
+"""Tiny Hugging Face models, policies of them, batches, and plain transformers as the oracle of trainer tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.objective import Objective
 from megarl.config.schema import Config
-from megarl.types import ScoredBatch, TrainBatch
+from megarl.layout import Layout
+from megarl.models.registry import read_model
+from megarl.models.shape import ModelShape
+from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.trainer import Trainer
+from megarl.types import LogProbs, ScoredBatch, StepReport, TrainBatch
 
 VOCAB = 67  # divisible by no tensor size
 _SIZES = {
@@ -201,6 +207,52 @@ def load_model(path: Path) -> torch.nn.Module:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A trainer of a saved model, and the learner and objective of its config."""
+
+    config: Config
+    folder: Path
+    learner: PolicyLearner
+
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        folder: Path,
+        layout: Layout | None = None,
+        *,
+        shape: ModelShape | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> Policy:
+        """`layout` None: one rank; `shape` None: as the model's config.json is read."""
+        trainer = Trainer.build(
+            shape or read_model(folder),
+            layout or Layout.of(config.parallel.sizes, 1, 0),
+            train=config.train,
+            moe=config.moe,
+            folder=folder,
+            device=device,
+            seed=config.run.seed,
+        )
+        objective = Objective(config.algorithm, config.rollout.max_tokens)
+        return cls(config, folder, PolicyLearner.of(trainer, objective, seed=config.run.seed))
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.learner.trainer
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        return self.learner.score(batch).old
+
+    def score(self, batch: TrainBatch, logprobs: LogProbs | None = None) -> ScoredBatch:
+        objective = self.learner.objective
+        return objective.advantages(batch, logprobs or self.learner.score(batch), objective.initial_state())[0]
+
+    def update(self, scored: ScoredBatch) -> StepReport:
+        return self.learner.update(scored)
 
 
 def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, longest: int = 24) -> TrainBatch:

@@ -1,4 +1,4 @@
-"""One job of four gloo ranks that builds many actors one after another; rank 0 writes what they found as JSON.
+"""One job of four gloo ranks that builds many trainers one after another; rank 0 writes what they found as JSON.
 
 python trainer_ranks.py RESULTS.json      (starting is what costs, so all of test_trainer.py shares one launch)
 """
@@ -20,18 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_cases import Oracle, ask, load_model, random_batch, save_model
+from trainer_cases import Oracle, Policy, ask, load_model, random_batch, save_model
 
-from megarl.algorithms.objective import add_advantages, initial_state
-from megarl.config.schema import Config, Model
+from megarl.config.schema import Config
 from megarl.data.collate import collate
-from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout
-from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
-from megarl.trainer.trainer import Actor
-from megarl.types import ScoredBatch, StepReport, TrainBatch
+from megarl.stages.sft import train_supervised
+from megarl.trainer.moe import BalancedRouter
+from megarl.types import TrainBatch
 
 WORLD = 4
 DENSE = [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
@@ -61,16 +59,23 @@ LAYOUTS: list[tuple[str, dict[str, int]]] = [
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
 
-def config_of(parallel: dict[str, int], algorithm: dict[str, Any] | None = None, **train: Any) -> Config:
-    return Config.model_validate({"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}})
+# Steps as large as the gradient, so that clipping shows in the weights: Adam's own do not depend on its scale.
+CLIPPED = {"eps": 0.1, "clip_grad": 0.05, "lr": 0.3, "betas": (0.7, 0.9), "weight_decay": 0.1}
+
+
+def config_of(
+    parallel: dict[str, int], algorithm: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **train: Any
+) -> Config:
+    sections = {"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}, "moe": moe or {}}
+    return Config.model_validate(sections)
 
 
 class Bench:
-    """Builds actors of the saved models, one after another."""
+    """Builds policies of the saved models, one after another."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.last: Actor | None = None
+        self.last: Policy | None = None
 
     def saved(self, model: str) -> Path:
         path = self.folder / model
@@ -79,45 +84,34 @@ class Bench:
         dist.barrier()
         return path
 
-    def actor(self, model: str, config: Config, shape: ModelShape | None = None) -> Actor:
-        """`shape`: other than what its config.json is read as."""
+    def policy(self, model: str, config: Config, shape: ModelShape | None = None) -> Policy:
+        """`shape`: other than its config.json is read."""
         path = self.saved(model)
         layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
-        config = config.model_copy(update={"model": Model(path=str(path))})
         self.close()
-        self.last = Actor.build(config, shape or read_model(path), layout, folder=path, device=torch.device("cpu"))
+        self.last = Policy.build(config, path, layout, shape=shape)
         return self.last
 
     def close(self) -> None:
         if self.last is not None:
-            self.last.close()
+            self.last.trainer.close()
             self.last = None
 
 
-def score(actor: Actor, batch: TrainBatch) -> ScoredBatch:
-    logprobs = actor.logprobs(batch)
-    algorithm = actor.config.algorithm
-    return add_advantages(batch, logprobs, algorithm, initial_state(algorithm))[0]
-
-
-def train_once(actor: Actor, scored: ScoredBatch) -> StepReport:
-    return actor.update(scored, plan_microbatches(scored, actor.layout, actor.config.train))
-
-
-def fingerprints(actor: Actor) -> dict[str, str]:
+def fingerprints(policy: Policy) -> dict[str, str]:
     """ShardSlice of an HF tensor -> hash of its bytes in this rank's parameters."""
-    parameters = actor.parameters_by_name()
+    parameters = policy.trainer.parameters_by_name()
     result = {}
-    for box in actor.slices_by_rank()[actor.layout.rank]:
+    for box in policy.trainer.slices_by_rank()[policy.trainer.layout.rank]:
         parameter = parameters[box.param].detach()
         part = parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
         result[f"{box.name}{box.start}{box.shape}"] = sha256(part.float().numpy().tobytes()).hexdigest()
     return result
 
 
-def replicas_differ(actor: Actor) -> list[str]:
+def replicas_differ(policy: Policy) -> list[str]:
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, fingerprints(actor))
+    dist.all_gather_object(everywhere, fingerprints(policy))
     seen: dict[str, set[str]] = {}
     for rank in everywhere:
         for name, value in rank.items():
@@ -130,31 +124,31 @@ def check_layouts(bench: Bench) -> list[dict[str, Any]]:
 
 
 def measure(
-    bench: Bench, layouts: list[tuple[str, dict[str, int]]], look: Callable[[Actor], Any] = lambda _: None
+    bench: Bench, layouts: list[tuple[str, dict[str, int]]], look: Callable[[Policy], Any] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Every layout: what `look` sees of the new actor, what it says and how it learns.
+    """Every layout: what `look` sees of the new policy, what it says and how it learns.
 
     The oracle of each model is asked once, by rank 0.
     """
     oracles: dict[str, Oracle] = {}
-    return [_measure(bench, model, parallel, oracles, look) for model, parallel in layouts]
+    return [_measure(bench, model, config_of(parallel), oracles, look) for model, parallel in layouts]
 
 
 def _measure(
-    bench: Bench, model: str, parallel: dict[str, int], oracles: dict[str, Oracle], look: Callable[[Actor], Any]
+    bench: Bench, model: str, config: Config, oracles: dict[str, Oracle], look: Callable[[Policy], Any]
 ) -> dict[str, Any]:
-    actor, batch = bench.actor(model, config_of(parallel)), random_batch(num_rows=8)
-    seen, scored = look(actor), score(actor, batch)
+    policy, batch = bench.policy(model, config), random_batch(num_rows=8)
+    seen, scored = look(policy), policy.score(batch)
     if model not in oracles and dist.get_rank() == 0:
-        oracles[model] = ask(load_model(bench.folder / model), scored, actor.config)
-    before = replicas_differ(actor)
-    steps = [train_once(actor, scored).updates[0] for _ in range(2)]
-    differ = before + replicas_differ(actor)
+        oracles[model] = ask(load_model(bench.folder / model), scored, policy.config)
+    before = replicas_differ(policy)
+    steps = [policy.update(scored).updates[0] for _ in range(2)]
+    differ = before + replicas_differ(policy)
     if dist.get_rank() != 0:
         return {}
     return {
         "model": model,
-        "parallel": parallel,
+        "parallel": {name: size for name, size in config.parallel.model_dump().items() if size > 1},
         "seen": seen,
         "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
         "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
@@ -162,6 +156,41 @@ def _measure(
         "oracle": oracles[model].steps,
         "replicas_differ": differ,
     }
+
+
+def check_clipping(bench: Bench) -> list[dict[str, Any]]:
+    """By the norm over the whole model, whichever part of it a rank has."""
+    cases: list[tuple[str, dict[str, int]]] = [
+        ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
+        ("qwen3_untied", {}),
+        ("qwen3_moe", {"expert": 2}),
+    ]
+    return [_measure(bench, model, config_of(parallel, **CLIPPED), {}, lambda _: None) for model, parallel in cases]
+
+
+def check_router_bias(bench: Bench) -> list[list[float]]:
+    """[what each router's bias should have moved by, what it did], from the tokens of all ranks."""
+    policy = bench.policy("glm4_moe", config_of({"expert": 2}, moe={"bias_update_rate": 0.01}))
+    routers = [module for module in policy.trainer.model[0].modules() if isinstance(module, BalancedRouter)]
+    counts = {router: torch.zeros_like(router.expert_bias) for router in routers}
+
+    def count(router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
+            counts[router] += outputs[1].sum(0)
+
+    for router in routers:
+        router.register_forward_hook(count)
+    before = [router.expert_bias.clone() for router in routers]
+    policy.update(policy.score(random_batch(num_rows=8)))
+    found = []
+    for router, bias in zip(routers, before, strict=True):
+        local = counts[router].clone()
+        dist.all_reduce(counts[router])
+        assert not torch.equal(local * WORLD, counts[router]), "each rank routed other tokens"
+        expected = 0.01 * (counts[router].mean() - counts[router]).sign()
+        found += [expected.tolist(), (router.expert_bias - bias).tolist()]
+    assert not replicas_differ(policy)
+    return found
 
 
 def check_microbatches(bench: Bench) -> dict[str, Any]:
@@ -173,9 +202,9 @@ def check_microbatches(bench: Bench) -> dict[str, Any]:
         ("few_rows", 3, 1000, {}),
         ("few_rows_pipeline", 3, 20, {"pipeline": 2}),
     ):
-        actor = bench.actor("qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3))
-        scored = score(actor, random_batch(num_rows=num_rows, seed=3))
-        steps = [train_once(actor, scored).updates[0] for _ in range(2)]
+        policy = bench.policy("qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3))
+        scored = policy.score(random_batch(num_rows=num_rows, seed=3))
+        steps = [policy.update(scored).updates[0] for _ in range(2)]
         found[name] = [(step.loss, step.grad_norm) for step in steps]
     return found
 
@@ -183,14 +212,14 @@ def check_microbatches(bench: Bench) -> dict[str, Any]:
 def check_bf16(bench: Bench) -> dict[str, Any]:
     """At lr 0 the weights keep their bits: the optimizer's main weights began as what was loaded."""
     batch = random_batch(num_rows=8)
-    actor = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=0.0))
-    before = fingerprints(actor)
-    scored = score(actor, batch)
-    train_once(actor, scored)
-    kept = before == fingerprints(actor)
-    wide = bench.actor("qwen3", config_of({"tensor": 2})).logprobs(batch).old
-    moving = bench.actor("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=1e-3))
-    norm = train_once(moving, scored).updates[0].grad_norm
+    policy = bench.policy("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=0.0))
+    before = fingerprints(policy)
+    scored = policy.score(batch)
+    policy.update(scored)
+    kept = before == fingerprints(policy)
+    wide = bench.policy("qwen3", config_of({"tensor": 2})).logprobs(batch)
+    moving = bench.policy("qwen3", config_of({"tensor": 2}, dtype="bf16", lr=1e-3))
+    norm = moving.update(scored).updates[0].grad_norm
     return {
         "kept": kept,
         "moved": before != fingerprints(moving),
@@ -203,61 +232,51 @@ def check_bf16(bench: Bench) -> dict[str, Any]:
 def check_reference(bench: Bench) -> dict[str, Any]:
     """After updates the reference still says what the first weights said, and the weights keep their bits."""
     kl = {"kl": {"estimator": "k3", "where": "loss", "coef": 0.1}}
-    actor, batch = bench.actor("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)), random_batch(num_rows=8)
-    scored = score(actor, batch)
-    first = train_once(actor, scored).updates[0]
-    later = actor.logprobs(batch)
+    policy, batch = bench.policy("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)), random_batch(num_rows=8)
+    scored = policy.score(batch)
+    first = policy.update(scored).updates[0]
+    later = policy.learner.score(batch)
     assert later.ref is not None and scored.ref_logprobs is not None
-    second = train_once(actor, scored).updates[0]
+    second = policy.update(scored).updates[0]
     return {
         "reference_moved": float((later.ref - scored.old_logprobs).abs().max()),
         "policy_moved": float((later.old - scored.old_logprobs).abs().max()),
-        "weights_kept_by_logprobs": _same_after(actor, batch),
+        "weights_kept_by_logprobs": _same_after(policy, batch),
         "kl": [first.metrics["kl/ref"], second.metrics["kl/ref"]],
     }
 
 
-def _same_after(actor: Actor, batch: TrainBatch) -> bool:
-    before = fingerprints(actor)
-    actor.logprobs(batch)
-    return before == fingerprints(actor)
+def _same_after(policy: Policy, batch: TrainBatch) -> bool:
+    before = fingerprints(policy)
+    policy.logprobs(batch)
+    return before == fingerprints(policy)
 
 
 def check_skip(bench: Bench) -> dict[str, Any]:
     """A gradient that is infinite on one data rank skips the step everywhere; the next step is as if nothing was."""
-    actor = bench.actor("qwen3_moe", config_of({"expert": 2}))
-    scored = score(actor, random_batch(num_rows=8))
+    policy = bench.policy("qwen3_moe", config_of({"expert": 2}))
+    scored = policy.score(random_batch(num_rows=8))
     poisoned = scored.advantages.clone()
     poisoned[scored.mask.nonzero()[0]] = math.inf
-    before = fingerprints(actor)
-    bad = train_once(actor, replace(scored, advantages=poisoned)).updates[0]
-    kept = before == fingerprints(actor)
-    good = train_once(actor, scored).updates[0]
+    before = fingerprints(policy)
+    bad = policy.update(replace(scored, advantages=poisoned)).updates[0]
+    kept = before == fingerprints(policy)
+    good = policy.update(scored).updates[0]
     return {"skipped": bad.skipped, "kept": kept, "after": (good.skipped, good.loss, good.grad_norm)}
 
 
 def check_updates(bench: Bench) -> dict[str, Any]:
     """Two updates a step clip on the second; the schedule counts steps; SFT goes the same way."""
-    actor = bench.actor("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=2, lr=3e-2))
-    scored = score(actor, random_batch(num_rows=8))
-    report = [train_once(actor, scored) for _ in range(2)][-1]
-    next_lr = actor.scheduler.lr
-    sft = {"loss": "sft", "advantage": "none", "correction": "none"}
-    taught = bench.actor("qwen3", config_of({"pipeline": 2}, sft))
+    policy = bench.policy("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=3, lr=3e-2))
+    scored = policy.score(random_batch(num_rows=8))
+    reports = [policy.update(scored) for _ in range(2)]
+    taught = bench.policy("qwen3", config_of({"pipeline": 2}))
     batch = random_batch(num_rows=8)
-    unit = ScoredBatch(
-        **{name: getattr(batch, name) for name in batch.__dataclass_fields__},
-        advantages=torch.zeros_like(batch.rollout_logprobs),
-        old_logprobs=torch.zeros_like(batch.rollout_logprobs),
-        ref_logprobs=None,
-        kl_coef=0.0,
-    )
-    before = taught.logprobs(batch).old
+    before = taught.logprobs(batch)
     return {
-        "lrs": [update.lr for update in report.updates],
-        "next_lr": next_lr,
-        "clip_frac": [update.metrics["clip_frac"] for update in report.updates],
-        "sft": [train_once(taught, unit).updates[0].loss for _ in range(4)],
+        "lrs": [[update.lr for update in report.updates] for report in reports],
+        "clip_frac": [update.metrics["clip_frac"] for update in reports[-1].updates],
+        "sft": [train_supervised(taught.trainer, batch).updates[0].loss for _ in range(4)],
         "sft_expected": float(-before[batch.mask].mean()),
     }
 
@@ -268,25 +287,25 @@ def check_selection(bench: Bench) -> dict[str, Any]:
     for loss, options in (("kl_cov", {"share": 0.2}), ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9})):
         for parallel in ({}, {"tensor": 2, "pipeline": 2}):
             rules = {"loss": loss, "token_selection_options": options}
-            actor = bench.actor("qwen3", config_of(parallel, rules, updates_per_step=2))
-            updates = train_once(actor, score(actor, random_batch(num_rows=8))).updates
+            policy = bench.policy("qwen3", config_of(parallel, rules, updates_per_step=2))
+            updates = policy.update(policy.score(random_batch(num_rows=8))).updates
             found[f"{loss} {parallel}"] = [[update.loss, update.grad_norm] for update in updates]
     return found
 
 
 def check_nothing(bench: Bench) -> dict[str, Any]:
     """A batch without a trained token changes nothing, though Adam has momentum; neither does one without a row."""
-    actor = bench.actor("qwen3", config_of({"tensor": 2}))
+    policy = bench.policy("qwen3", config_of({"tensor": 2}))
     batch = random_batch(num_rows=8)
-    scored = score(actor, batch)
-    train_once(actor, scored)
-    before = fingerprints(actor)
+    scored = policy.score(batch)
+    policy.update(scored)
+    before = fingerprints(policy)
     masked = replace(batch, mask=torch.zeros_like(batch.mask))
     empty = collate([], temperature=1.0)
-    reports = [train_once(actor, score(actor, nothing)).updates[0] for nothing in (masked, empty)]
-    kept = before == fingerprints(actor)
-    train_once(actor, scored)
-    return {"skipped": [r.skipped for r in reports], "kept": kept, "moves": before != fingerprints(actor)}
+    reports = [policy.update(policy.score(nothing)).updates[0] for nothing in (masked, empty)]
+    kept = before == fingerprints(policy)
+    policy.update(scored)
+    return {"skipped": [r.skipped for r in reports], "kept": kept, "moves": before != fingerprints(policy)}
 
 
 def check_collectives(_bench: Bench) -> dict[str, Any]:
@@ -318,6 +337,8 @@ def check_collectives(_bench: Bench) -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "collectives": check_collectives,
     "layouts": check_layouts,
+    "clipping": check_clipping,
+    "router_bias": check_router_bias,
     "microbatches": check_microbatches,
     "bf16": check_bf16,
     "reference": check_reference,

@@ -116,8 +116,8 @@ class Case:
         padded = padded_vocab(SHAPE.vocab, fleet.parallel.tensor)
         if rank < fleet.trainers:
             slices = megatron_slices(SHAPE, fleet.trainer_layout(rank), style="local", padded_vocab=padded)
-            self.held = room_for(slices)
-            self.sender = WeightSender(slices, lambda: self.held)
+            self.parameters = room_for(slices)
+            self.sender = WeightSender(slices, lambda: self.parameters)
             self.fill(full)
         if rank >= fleet.first_receiver:
             self.engine = Memory(engine_slices(SHAPE, fleet.engine_layout(rank)))
@@ -136,9 +136,9 @@ class Case:
     def fill(self, full: Mapping[str, Tensor]) -> None:
         """New weights for the trainer."""
         for part in self.sender.slices if self.sender else ():
-            view(self.held, part).copy_(slice_of(full, part))
+            view(self.parameters, part).copy_(slice_of(full, part))
 
-    def is_held(self, full: Mapping[str, Tensor]) -> bool:
+    def holds(self, full: Mapping[str, Tensor]) -> bool:
         slices = self.engine.slices if self.engine else ()
         return all(torch.equal(view(self.engine.memory, part), slice_of(full, part)) for part in slices)
 
@@ -151,7 +151,7 @@ class Case:
         began = time.perf_counter()
         report = self.publisher.publish(version=7)
         rank, plan, per_node = self.transport.rank, self.publisher.plan, self.fleet.ranks_per_node
-        assert self.is_held(self.full)
+        assert self.holds(self.full)
         columns = (plan.message_sender, plan.message_receiver, plan.message_bytes)
         messages = np.stack(columns, 1).tolist()
         rounds: list[list] = [[] for _ in range(plan.num_rounds)]
@@ -206,11 +206,11 @@ def torn_relay(full: Mapping[str, Tensor]) -> dict:
     relay = next(m for m in received if m.sender == 2 and m.is_relay)
     case.transport.trace.clear()
     case.transport.flips = (relay.round, 2, 3)
-    seen: dict = {"said": refused(lambda: case.publisher.publish(version=2)), "message": str(relay)}
-    seen |= {"version": case.version, "old": case.is_held(full)}
+    seen: dict = {"error": refused(lambda: case.publisher.publish(version=2)), "message": str(relay)}
+    seen |= {"version": case.version, "old": case.holds(full)}
     case.transport.flips = None
     case.publisher.publish(version=3)
-    return seen | {"healed": case.is_held(new)}
+    return seen | {"healed": case.holds(new)}
 
 
 def main(folder: Path) -> None:
@@ -246,7 +246,7 @@ def main(folder: Path) -> None:
     case = Case(split(2, tensor=2), Recorded(), full)
     case.publisher.publish(version=1)
     if rank == 0:
-        del case.held["decoder.final_layernorm.weight"]
+        del case.parameters["decoder.final_layernorm.weight"]
     seen["missing in split"] = refused(lambda: case.publisher.publish(version=2))
     seen["after missing in split"] = case.version
 
@@ -260,7 +260,7 @@ def main(folder: Path) -> None:
     began = time.perf_counter()
     seen["dead"] = refused(lambda: case.publisher.publish(version=2))
     seen["dead seconds"], seen["after dead"] = time.perf_counter() - began, case.version
-    seen["held after dead"] = case.is_held(full)
+    seen["holds after dead"] = case.holds(full)
     seen["barrier after dead"] = refused(lambda: case.publisher.publish(version=3))
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     (folder / f"done_{rank}").touch()

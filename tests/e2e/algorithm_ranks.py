@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megarl.config.load import load_config
 from megarl.config.presets import PRESETS
-from megarl.launch import build
+from megarl.launch.build import Rank
 from megarl.launch.random_model import materialize_model
+from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 
@@ -88,9 +89,9 @@ def main(folder: Path, which: str) -> None:
             shutil.copytree(kept / "step_2", folder / name / "checkpoints" / "step_2")
         values = [f"run.dir={folder}", f"run.name={name}", *COMMON, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / "tiny_dense.yaml", values))
-        parts = build.Builder.of(config, env, device)
-        engine = engine or parts.engine()
-        build.run_rl(parts, engine)
+        rank = Rank.of(config, env, device)
+        engine = engine or make_engine(rank)
+        train_policy(rank, engine)
     dist.barrier()
     dist.destroy_process_group()
 

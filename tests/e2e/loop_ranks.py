@@ -12,10 +12,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.config.load import load_config
-from megarl.launch import build
+from megarl.launch.build import Rank
 from megarl.launch.random_model import materialize_model
+from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
+from megarl.trainer.trainer import Trainer
 from megarl.weights.checksum import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,25 +56,25 @@ def main(folder: Path) -> None:
     for name, case, overrides in CASES:
         common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=4", "train.steps=2"]
         config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
-        parts = build.Builder.of(config, env, device)
+        rank = Rank.of(config, env, device)
         if (name, config.rollout.tensor) != kept:
             if engine is not None:
                 engine.close()
-            engine = parts.engine()
+            engine = make_engine(rank)
             kept = (name, config.rollout.tensor)
         assert engine is not None
-        actor = build.run_rl(parts, engine)
-        differ[f"{name}-{case}"] = replicas_that_differ(actor)
+        trainer = train_policy(rank, engine)
+        differ[f"{name}-{case}"] = replicas_that_differ(trainer)
     if env.is_main:
         (folder / "replicas.json").write_text(json.dumps(differ))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def replicas_that_differ(actor) -> list[str]:
+def replicas_that_differ(trainer: Trainer) -> list[str]:
     """Rectangles of HF tensors whose bits are not the same on all ranks that hold them."""
-    held, found = actor.parameters_by_name(), {}
-    for box in actor.slices_by_rank()[dist.get_rank()]:
+    held, found = trainer.parameters_by_name(), {}
+    for box in trainer.slices_by_rank()[dist.get_rank()]:
         tensor = held[box.param].detach()
         part = tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset)
         found[f"{box.name} {box.start} {box.shape}"] = int(checksum(part.contiguous().flatten()))

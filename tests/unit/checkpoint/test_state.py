@@ -1,4 +1,4 @@
-"""Checkpoints of a real actor, one rank: whole or skipped, taken while the state moves on, everything restored."""
+"""Checkpoints of a real trainer, one rank: whole or skipped, taken while the state moves on, everything restored."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
-from megarl.algorithms.objective import supervised
 from megarl.checkpoint import files
 from megarl.checkpoint.state import Checkpoints
-from megarl.config.schema import Config, Create
-from megarl.data.packing import plan_microbatches
+from megarl.config.schema import Create, Train
 from megarl.launch.random_model import create_model
-from megarl.layout import Layout
+from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
-from megarl.trainer.trainer import Actor
+from megarl.stages.sft import train_supervised
+from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
 
 SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")
 TRAIN = {"dtype": "bf16", "lr": 1e-2, "prompts_per_step": 4, "steps": 8, "schedule": "linear"}
-ALGORITHM = {"advantage": "none", "loss": "sft", "aggregation": "token-mean"}
 
 
 class Cursor:
@@ -45,29 +43,26 @@ class Cursor:
 
 
 class Job:
-    """An actor that learns a step at a time, its cursor and its checkpoints, as a process that starts anew has them."""
+    """A trainer that learns a step at a time, its cursor and its checkpoints, as a new process has them."""
 
     def __init__(self, folder: Path, **options) -> None:
-        config = Config.model_validate({"stage": "sft", "train": TRAIN, "algorithm": ALGORITHM})
-        layout = Layout.of(config.parallel.sizes, 1, 0)
-        model = create_model(SMALL, folder / "models")
-        self.actor = Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
+        model, layout = create_model(SMALL, folder / "models"), Layout.of(Parallel(), 1, 0)
+        train, device = Train.model_validate(TRAIN), torch.device("cpu")
+        self.trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
         self.cursor, self.said = Cursor(), []
         self.state, self.folder = ObjectiveState(0.0), folder / "checkpoints"
         given = {"every": 1, "keep": 3, "last_step": 100, "say": self.said.append, **options}
-        self.checkpoints = Checkpoints(self.folder, self.actor, self.cursor, self.state, **given)
+        self.checkpoints = Checkpoints(self.folder, self.trainer, self.cursor, self.state, **given)
 
     def step(self, number: int) -> None:
-        batch = random_batch(num_rows=4, seed=number)
-        scored = supervised(batch, self.actor.logprobs(batch))
-        self.actor.update(scored, plan_microbatches(scored, self.actor.layout, self.actor.config.train))
+        train_supervised(self.trainer, random_batch(num_rows=4, seed=number))
         self.cursor.position += 4
         self.state = ObjectiveState(kl_coef=number + 0.5, reward_stats=(number, 0.25, 3.0))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters, main weights, moments and step counts."""
-        found = {name: p.detach().clone() for name, p in self.actor.parameters_by_name().items()}
-        for part in getattr(self.actor.optimizer, "chained_optimizers", [self.actor.optimizer]):
+        found = {name: p.detach().clone() for name, p in self.trainer.parameters_by_name().items()}
+        for part in getattr(self.trainer.optimizer, "chained_optimizers", [self.trainer.optimizer]):
             for number, group in enumerate(part.optimizer.param_groups):
                 for order, main in enumerate(group["params"]):
                     found |= {f"main {number} {order}": main.detach().clone()}
@@ -126,7 +121,7 @@ def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> No
     assert again.checkpoints.restore("auto") == (1, ObjectiveState(1.5, (1, 0.25, 3.0)))
     found = again.weights()
     assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
-    assert again.cursor.position == 4 and again.actor.scheduler.step == 1
+    assert again.cursor.position == 4 and again.trainer.scheduler.step == 1
     assert draws() == expected
     again.step(2)
     assert all(torch.equal(again.weights()[name], value) for name, value in job.weights().items())

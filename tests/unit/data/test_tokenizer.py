@@ -79,7 +79,7 @@ def test_examples_learn_the_answer_and_its_end_only():
     batch = examples([Prompt(0, (10, 11, 12), "", "20 21"), Prompt(1, (13,), "", "22")])
     assert batch.tokens.tolist() == [10, 11, 12, 20, 21, 2, 13, 22, 2]
     assert batch.labels[batch.mask].tolist() == [20, 21, 2, 22, 2]
-    assert not batch.rewards.any() and not batch.rollout_logprobs.any() and batch.temperature == 1.0
+    assert batch.num_rows == 2 and batch.temperature == 1.0
 
 
 def test_an_example_without_an_answer():

@@ -1,4 +1,4 @@
-"""A made model is one that Transformers reads, and the same section always gives the same bytes."""
+"""Transformers loads a random model of every family, and the same section always gives the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables: HF names and shapes are transformers' own, and the boxes of all ranks hold every element."""
+"""Tables: HF names and shapes are transformers' own, and all ranks together have every element."""
 
 import json
 from collections import Counter
@@ -87,21 +87,21 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
     held = {name: np.zeros(size, int) for name, size in hf_shapes(shape).items()}
     for rank in range(world):
         local = Counter()
-        for box in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68):
-            whole = held[box.name]
-            if len(box.shape) > whole.ndim:
+        for part in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68):
+            whole = held[part.name]
+            if len(part.shape) > whole.ndim:
                 whole = whole.reshape(*whole.shape[:-1], -1, 2)
-            whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] += 1
-            last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True))
-            local[box.param] = max(local[box.param], last + 1)
+            whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))] += 1
+            last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+            local[part.param] = max(local[part.param], last + 1)
         for param, extent in local.items():
             if "word_embeddings" not in param and "output_layer" not in param:
                 elements = sum(
-                    b.numel
-                    for b in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68)
-                    if b.param == param
+                    part.numel
+                    for part in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68)
+                    if part.param == param
                 )
-                assert extent == elements, f"{param}: boxes leave holes or overlap"
+                assert extent == elements, f"{param}: slices leave holes or overlap"
     assert all((count > 0).all() for count in held.values())
 
 

@@ -66,6 +66,10 @@ def test_large_models(name: str, parameters: float) -> None:
 def test_large_model_colocated() -> None:
     plan, figures = plan_weights(colocated("gpt_oss_120b", 64))
     check(figures, within=(1.3, 1.6))
+    layer_bytes = figures["model_bytes"] / figures["engine"]["tensor"] / 36
+    assert figures["peak_extra_bytes"] < 3 * figures["round_bytes"] + 3 * layer_bytes, (
+        "too many layers are open at once"
+    )
     moved = plan.message_sender != plan.message_receiver
     for ranks in (plan.message_sender, plan.message_receiver):
         load = np.bincount(plan.message_round[moved] * 64 + ranks[moved], plan.message_bytes[moved])

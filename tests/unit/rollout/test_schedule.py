@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.schedule import Request, Rollouts, digest, digest_samples, has_spread, request_seed
+from megarl.rollout.schedule import Request, Rollouts, digest_samples, has_spread, request_seed
 from megarl.types import CheckFailed, Group, Prompt, Sample
 
 
@@ -63,7 +63,7 @@ def rollouts(reward, **more) -> Rollouts:
 
 def test_groups_hold_every_sample_in_order():
     prompts = Counting()
-    groups = rollouts(lambda prompt, index: prompt + index / 10).collect(prompts, 4, version=2)
+    groups = rollouts(lambda prompt, index: prompt + index / 10).collect(prompts, 4, version=2).groups
     assert [group.prompt.prompt_id for group in groups] == [0, 1, 2, 3]
     assert [[s.index for s in group.samples] for group in groups] == [[0, 1, 2]] * 4
     assert groups[3].samples[2].reward == 3.2
@@ -86,43 +86,42 @@ def test_requests_carry_seed_and_temperature():
 
 def test_samples_without_a_reward_are_left_out_and_counted_by_cause():
     roll = rollouts(lambda prompt, index: None if (prompt, index) == (1, 0) else 1.0)
-    groups = roll.collect(Counting(), 2, version=0)
+    rollout = roll.collect(Counting(), 2, version=0)
+    groups = rollout.groups
     assert [s.index for s in groups[1].samples] == [1, 2]
     assert groups[1].dropped == {"reward/f/error": 1} and not groups[0].dropped
-    assert roll.counts["samples/dropped"] == roll.counts["reward/f/error"] == 1
+    assert rollout.counts["samples/dropped"] == rollout.counts["reward/f/error"] == 1
 
 
 def test_a_group_without_any_sample_is_left_out():
     roll = rollouts(lambda prompt, index: None if prompt == 0 else 1.0)
-    assert [group.prompt.prompt_id for group in roll.collect(Counting(), 2, version=0)] == [1]
-    assert (roll.counts["groups/empty"], roll.counts["samples/dropped"]) == (1, 3)
+    rollout = roll.collect(Counting(), 2, version=0)
+    assert [group.prompt.prompt_id for group in rollout.groups] == [1]
+    assert (rollout.counts["groups/empty"], rollout.counts["samples/dropped"]) == (1, 3)
 
 
 def test_filtered_groups_are_replaced_by_fresh_prompts():
     roll = rollouts(lambda prompt, index: float(prompt % 2 and index), keep=has_spread)
     prompts = Counting()
-    groups = roll.collect(prompts, 4, version=0)
-    assert [group.prompt.prompt_id for group in groups] == [1, 3, 5, 7]
-    assert roll.counts["groups/filtered"] >= 3
-    assert len(roll.generated) == prompts.position  # what was sampled, kept or not
+    rollout = roll.collect(prompts, 4, version=0)
+    assert [group.prompt.prompt_id for group in rollout.groups] == [1, 3, 5, 7]
+    assert rollout.counts["groups/filtered"] >= 3
+    assert len(rollout.generated) == prompts.position  # what was sampled, kept or not
 
 
 def test_refills_are_bounded():
     roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2)
     prompts = Counting()
-    assert len(roll.collect(prompts, 2, version=0)) == 1
+    assert len(roll.collect(prompts, 2, version=0).groups) == 1
     assert prompts.position == 2 + 1 + 1
 
 
 def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
     roll = rollouts(lambda *_: 1.0, keep=has_spread, max_refills=2)
-    groups = roll.collect(Counting(), 2, version=0)
-    assert [group.prompt.prompt_id for group in groups] == [0, 1]
-    assert (roll.counts["groups/kept_flat"], roll.counts["groups/filtered"], roll.counts["rollout/refills"]) == (
-        2,
-        4,
-        2,
-    )
+    rollout = roll.collect(Counting(), 2, version=0)
+    assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1]
+    names = ("groups/kept_flat", "groups/filtered", "rollout/refills")
+    assert [rollout.counts[name] for name in names] == [2, 4, 2]
 
 
 def test_no_group_at_the_start_says_why():
@@ -137,10 +136,12 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
     prompts = Counting()
     for _ in range(2):  # the count starts again after a step with groups
         broken = False
-        assert len(roll.collect(prompts, 2, version=0)) == 2 and not roll.counts["rollout/empty"]
+        rollout = roll.collect(prompts, 2, version=0)
+        assert len(rollout.groups) == 2 and not rollout.counts["rollout/empty"]
         broken = True
         for _ in range(2):
-            assert roll.collect(prompts, 2, version=1) == [] and roll.counts["rollout/empty"] == 1
+            rollout = roll.collect(prompts, 2, version=1)
+            assert rollout.groups == () and rollout.counts["rollout/empty"] == 1
     with pytest.raises(CheckFailed, match="for 3 steps in a row"):
         roll.collect(prompts, 2, version=2)
 
@@ -171,19 +172,21 @@ def test_the_greedy_sample_is_the_baseline_and_is_not_trained():
         return generator(reward)(requests, version=version)
 
     roll = Rollouts(generate, samples_per_prompt=3, temperature=0.5, run_seed=7, greedy_baseline=True)
-    groups = roll.collect(Counting(), 3, version=0)
-    assert [(group.prompt.prompt_id, group.baseline, len(group.samples)) for group in groups] == [(0, 3, 3), (2, 23, 3)]
+    rollout = roll.collect(Counting(), 3, version=0)
+    assert [(group.prompt.prompt_id, group.baseline, len(group.samples)) for group in rollout.groups] == [
+        (0, 3, 3),
+        (2, 23, 3),
+    ]
     assert [r.temperature for r in seen[:4]] == [0.5, 0.5, 0.5, 0.0]
-    assert roll.counts["groups/no_baseline"] == roll.counts["samples/dropped"] == 1
-    assert all(group.baseline is None for group in rollouts(reward).collect(Counting(), 1, version=0))
+    assert rollout.counts["groups/no_baseline"] == rollout.counts["samples/dropped"] == 1
+    assert all(group.baseline is None for group in rollouts(reward).collect(Counting(), 1, version=0).groups)
 
 
 def test_counts_are_of_the_last_step_only():
     roll = rollouts(lambda prompt, index: None if prompt == 0 and index == 0 else 1.0)
     prompts = Counting()
     roll.collect(prompts, 2, version=0)
-    roll.collect(prompts, 2, version=1)
-    assert not roll.counts["samples/dropped"]
+    assert not roll.collect(prompts, 2, version=1).counts["samples/dropped"]
 
 
 def test_seeds_are_31_bits_all_different_and_the_same_in_every_process():
@@ -200,7 +203,7 @@ def test_digest_sees_every_token_and_its_place():
         roll = rollouts(lambda prompt, index: float(index))
         for name, value in change.items():
             setattr(roll, name, value)
-        return digest(roll.collect(Counting(), 2, version=0))
+        return roll.collect(Counting(), 2, version=0).digest
 
     assert digest_of() == digest_of()
     assert len({digest_of(), digest_of(run_seed=8), digest_of(samples_per_prompt=2)}) == 3

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
-from megarl.telemetry.metrics import publish_metrics, read_metrics, rollout_metrics, spread_metrics, update_metrics
+from megarl.telemetry.metrics import read_metrics, rollout_metrics, update_metrics
 from megarl.telemetry.progress import brief
 from megarl.telemetry.report import write_report
 from megarl.telemetry.timeline import Timeline
-from megarl.types import Finish, Group, Prompt, PublishReport, Sample, StepReport, UpdateReport
+from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, StepReport, UpdateReport
 
-# ARCHITECTURE section 7, with what `record` brings
+# ARCHITECTURE section 7
 DOCUMENTED = """
 step reward/mean reward/std reward/frac_zero_std loss grad_norm kl/ref kl/rollout logprob_diff/mean
 logprob_diff/max clip_frac entropy length/mean length/truncated_frac weights/version weights/bytes weights/verified
@@ -40,21 +40,25 @@ def groups() -> list[Group]:
     return [mixed, Group(prompts[1], (sample(1, 0, 1.0), sample(1, 1, 1.0)))]
 
 
+def rolled(kept: list[Group], **counts: int) -> Rollout:
+    return Rollout(tuple(kept), tuple(kept), counts, "ab")
+
+
 def update(loss: float, *, skipped: bool = False) -> UpdateReport:
     return UpdateReport(loss, 2.0, 1e-3, skipped, {"clip_frac": 0.5, "entropy": 1.0, "kl/ref": 0.1})
 
 
 def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> None:
-    with telemetry.step(step):
+    with telemetry.step(step) as record:
         for phase, parts in (("rollout", ("generate", "reward")), ("train", ("logprobs", "update")), ("sync", ())):
             with telemetry.span(phase):
                 for part in parts:
                     with telemetry.span(part):
                         pass
-        telemetry.record({"logprob_diff/mean": 1e-8, "logprob_diff/max": 1e-7, "kl/rollout": float("nan")})
-        telemetry.record({"packing/efficiency": 0.9, "rollout/digest": "ab"})
-        telemetry.record(publish_metrics(PublishReport(step + 1, 3, 100, 7, True, 0.25)))
-        telemetry.log(step, groups(), StepReport((update(loss),)))
+        telemetry.add({"memory/sync/peak_gb": 1.5})
+        gate = {"logprob_diff/mean": 1e-8, "logprob_diff/max": 1e-7, "kl/rollout": float("nan")}
+        report = StepReport((update(loss),), {"packing/efficiency": 0.9, **gate})
+        record(rolled(groups()), report, PublishReport(step + 1, 3, 100, 7, True, 0.25))
 
 
 def opened(folder: Path, start: int = 0) -> Telemetry | Silent:
@@ -63,34 +67,36 @@ def opened(folder: Path, start: int = 0) -> Telemetry | Silent:
 
 
 def test_rollout_metrics_by_hand() -> None:
-    metrics = rollout_metrics(groups())
+    metrics = rollout_metrics(rolled(groups()))
     assert metrics["reward/mean"] == metrics["reward/accuracy/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx((0.75 * 0.25) ** 0.5)
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["length/mean"] == 3.5
     assert metrics["length/truncated_frac"] == 0.25
     assert metrics["samples/dropped"] == 1
-    assert rollout_metrics([]) == {}
+    assert metrics["rollout/digest"] == "ab"
 
 
 def test_spread_is_of_all_that_was_generated() -> None:
-    metrics = spread_metrics(groups())
-    assert metrics == {"reward/frac_zero_std": 0.5, "groups/singleton": 0}
-    one = replace(groups()[0], samples=groups()[0].samples[:1])
-    assert spread_metrics([one]) == {"reward/frac_zero_std": 1.0, "groups/singleton": 1}
-    assert spread_metrics([])["reward/frac_zero_std"] is None
+    def spread(generated: list[Group]) -> list[float]:
+        metrics = rollout_metrics(replace(rolled(groups()), generated=tuple(generated)))
+        return [metrics.get(name) for name in ("reward/frac_zero_std", "groups/singleton")]
+
+    assert spread(groups()) == [0.5, 0]
+    assert spread([replace(groups()[0], samples=groups()[0].samples[:1])]) == [1.0, 1]
+    assert spread([])[0] is None
 
 
 def test_the_greedy_baseline_is_told_where_there_is_one() -> None:
-    assert "reward/baseline" not in rollout_metrics(groups())
-    assert rollout_metrics([replace(group, baseline=0.25) for group in groups()])["reward/baseline"] == 0.25
+    assert "reward/baseline" not in rollout_metrics(rolled(groups()))
+    assert rollout_metrics(rolled([replace(group, baseline=0.25) for group in groups()]))["reward/baseline"] == 0.25
 
 
 def test_an_empty_step_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     telemetry = opened(tmp_path)
-    with telemetry.step(0):
-        telemetry.record(spread_metrics([]) | {"rollout/empty": 1, "samples/dropped": 8, "rollout/digest": "0"})
-        telemetry.log(0, (), StepReport((UpdateReport(0.0, 0.0, 1e-6, skipped=True),)))
+    with telemetry.step(0) as record:
+        empty = rolled([], **{"rollout/empty": 1, "samples/dropped": 8})
+        record(empty, StepReport((UpdateReport(0.0, 0.0, 1e-6, skipped=True),)), None)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     measured = ("logprob_diff", "weights/", "time/", "kl/rollout", "tokens_per_second", "packing", "reward/accuracy")
     assert {key for key in DOCUMENTED if not key.startswith(measured)} <= set(line)
@@ -119,14 +125,14 @@ def test_a_line_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureF
     telemetry.close()
 
 
-def test_what_was_recorded_in_one_step_does_not_reach_the_next(tmp_path: Path) -> None:
+def test_metrics_added_in_one_step_do_not_reach_the_next(tmp_path: Path) -> None:
     telemetry = opened(tmp_path)
     run_step(telemetry, 0)
-    with telemetry.step(1):
-        telemetry.log(1, (), StepReport((update(1.0),)))
+    with telemetry.step(1) as record:
+        record(None, StepReport((update(1.0),)), None)
     telemetry.close()
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
-    assert not {"rollout/digest", "time/generate", "reward/mean"} & set(last)
+    assert not {"rollout/digest", "time/generate", "reward/mean", "memory/sync/peak_gb"} & set(last)
 
 
 def test_resume_drops_the_steps_done_again_and_a_torn_line(tmp_path: Path) -> None:
@@ -180,7 +186,7 @@ def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "ask &lt;0&gt;" in page, "sampled text is text, not markup"
     assert "data:image/png;base64," in page
-    assert "Problems never trained on" in page
+    assert "Held-out problems" in page
     assert not list(tmp_path.glob(".report*"))
 
 

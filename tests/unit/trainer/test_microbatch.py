@@ -22,20 +22,20 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("rows", [(), (2,), (3, 0, 2)])
 def test_rows_then_one_dummy_row(rows: tuple[int, ...], multiple: int) -> None:
     batch = random_batch(num_rows=4)
-    micro = pack(batch, rows, tensor=multiple, context=Axis(1), device=CPU)
+    micro = pack(batch, rows, batch.mask, tensor=multiple, context=Axis(1), device=CPU)
     spans = [slice(*batch.cu_seqlens[row : row + 2].tolist()) for row in rows]
     real = torch.cat([batch.tokens[span] for span in spans] or [batch.tokens[:0]])
     total = micro.tokens.numel()
     assert total % multiple == 0 and 0 < total < real.numel() + multiple + (not rows)
     assert torch.equal(micro.tokens[0, : real.numel()], real)
-    assert torch.equal(batch.tokens[micro.index], real)
+    assert torch.equal(batch.tokens[micro.rows.index], real)
     lengths = [span.stop - span.start for span in spans]
-    assert micro.cu_seqlens.diff().tolist() == lengths
+    assert micro.rows.cu_seqlens.diff().tolist() == lengths
     dummy = [total - real.numel()] if total > real.numel() else []
     assert micro.packed.cu_seqlens_q.diff().tolist() == lengths + dummy
     assert micro.positions[0].tolist() == [at for length in lengths + dummy for at in range(length)]
-    assert torch.equal(micro.labels, batch.labels[micro.index][batch.mask[micro.index]])
-    assert micro.chosen.numel() == micro.mask.sum() and micro.mask.numel() == real.numel()
+    assert torch.equal(micro.labels, batch.labels[micro.rows.index][batch.mask[micro.rows.index]])
+    assert micro.read.numel() == micro.rows.mask.sum() and micro.rows.mask.numel() == real.numel()
 
 
 def test_padded_vocab() -> None:

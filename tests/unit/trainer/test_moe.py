@@ -24,12 +24,12 @@ LOGITS = torch.randn(BATCH.num_tokens, EXPERTS, generator=torch.Generator().manu
 
 def terms(rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), more: int = 0) -> list[Tensor]:  # noqa: B008
     """[weight, balance, z] of each row, added up over the tensor ranks, whose counts are put together by hand."""
-    microbatch = pack(BATCH, rows, tensor=tensor, context=context, device=CPU)
+    microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU)
     if more:
         microbatch = extended(microbatch, int(microbatch.packed.cu_seqlens_q[-1]) + more)
     padded = torch.full((microbatch.source.numel(), EXPERTS), 30.0)  # padding would show
     is_real = microbatch.source >= 0
-    padded[is_real] = LOGITS[microbatch.index[microbatch.source[is_real]]]
+    padded[is_real] = LOGITS[microbatch.rows.index[microbatch.source[is_real]]]
     parts = [RouterRows.of(microbatch, WEIGHTS, Axis(tensor, rank), CPU) for rank in range(tensor)]
     whole = RouterRows(torch.cat([part.row_N for part in parts]), parts[0].length_R, parts[0].weight_R)
     scores = scores_of(padded, "softmax")
@@ -76,11 +76,11 @@ def test_balanced_is_one() -> None:
 def test_a_micro_batch_as_one_row_is_megatrons_loss() -> None:
     from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
-    microbatch = pack(BATCH, (0, 3), tensor=4, context=Axis(1), device=CPU)
+    microbatch = pack(BATCH, (0, 3), BATCH.mask, tensor=4, context=Axis(1), device=CPU)
     whole = RouterRows.of(microbatch, WEIGHTS, Axis(1), CPU).as_one()
     logits = torch.zeros(microbatch.source.numel(), EXPERTS)
-    logits[: microbatch.index.numel()] = LOGITS[microbatch.index]
-    real = logits[: microbatch.index.numel()].softmax(-1)
+    logits[: microbatch.rows.index.numel()] = LOGITS[microbatch.rows.index]
+    real = logits[: microbatch.rows.index.numel()].softmax(-1)
     counts = torch.bincount(real.topk(TOPK).indices.flatten(), minlength=EXPERTS)
     theirs = switch_load_balancing_loss_func(
         probs=real,

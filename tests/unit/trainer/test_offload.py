@@ -17,13 +17,12 @@ import memory_peaks
 from memory_peaks import SETTINGS
 from trainer_cases import random_batch
 
-from megarl.algorithms.objective import supervised
-from megarl.config.schema import Config, Create
-from megarl.data.packing import plan_microbatches
+from megarl.config.schema import Create, Train
 from megarl.launch.random_model import create_model
-from megarl.layout import Layout
+from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
-from megarl.trainer.trainer import Actor
+from megarl.stages.sft import train_supervised
+from megarl.trainer.trainer import Trainer
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
 MOE = {**SMALL, "family": "qwen3_moe", "experts": 4}
@@ -37,28 +36,26 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build(folder: Path, create: dict, **train) -> Actor:
+def build(folder: Path, create: dict, **train) -> Trainer:
     values = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "updates_per_step": 2, **train}
-    algorithm = {"advantage": "none", "loss": "sft", "aggregation": "token-mean"}
-    config = Config.model_validate({"stage": "sft", "train": values, "algorithm": algorithm})
-    model = create_model(Create(**create), folder)
-    layout = Layout.of(config.parallel.sizes, 1, 0)
-    return Actor.build(config, read_model(model), layout, folder=model, device=torch.device("cpu"))
+    model, layout = create_model(Create(**create), folder), Layout.of(Parallel(), 1, 0)
+    settings, device = Train.model_validate(values), torch.device("cpu")
+    return Trainer.build(read_model(model), layout, train=settings, folder=model, device=device)
 
 
-def learn(actor: Actor, steps: int = 2) -> list:
+def learn(trainer: Trainer, steps: int = 2) -> list:
     """Losses and norms of each update, then the weights, as phases would let it."""
     found = []
     for step in range(steps):
-        actor.memory.wake()
+        trainer.memory.onload_weights()
         batch = random_batch(num_rows=8, seed=step)
-        scored = supervised(batch, actor.logprobs(batch))
-        report = actor.update(scored, plan_microbatches(scored, actor.layout, actor.config.train))
+        trainer.forward(batch)
+        report = train_supervised(trainer, batch)
         found += [(update.loss, update.grad_norm) for update in report.updates]
-        actor.memory.rest()
-        actor.memory.leave()
-    actor.memory.wake_all()
-    return [found, [p.detach().clone() for p in actor.parameters_by_name().values()]]
+        trainer.memory.offload_training_state()
+        trainer.memory.offload_all()
+    trainer.memory.onload_all()
+    return [found, [p.detach().clone() for p in trainer.parameters_by_name().values()]]
 
 
 def same(one: list, other: list) -> bool:
@@ -72,19 +69,19 @@ def test_offload_changes_nothing(tmp_path: Path, dtype: str) -> None:
 
 
 def test_what_is_away_has_no_memory(tmp_path: Path) -> None:
-    actor = build(tmp_path, {**SMALL, "vocab": 400_000}, offload=EVERYTHING)
-    buffer = actor.model[0].buffers[0]
+    trainer = build(tmp_path, {**SMALL, "vocab": 400_000}, offload=EVERYTHING)
+    buffer = trainer.model[0].buffers[0]
     size, before = buffer.grad_data.nbytes, resident()
     assert size > 50e6
     buffer.grad_data.zero_()
     touched = resident()
-    actor.memory.rest()
+    trainer.memory.offload_training_state()
     assert buffer.grad_data.untyped_storage().nbytes() == 0
     assert touched - resident() > 0.9 * size, (before, touched, resident())
-    actor.memory.leave()
+    trainer.memory.offload_all()
     assert buffer.param_data.untyped_storage().nbytes() == 0
-    actor.memory.wake()
-    actor.memory.before_backward()
+    trainer.memory.onload_weights()
+    trainer.memory.onload_gradients()
     assert buffer.grad_data.abs().max() == 0 and buffer.param_data.abs().max() > 0
 
 
@@ -135,17 +132,17 @@ def test_peaks_of_phases_drop(tmp_path: Path) -> None:
         assert (plain["train"] - trains[name]) / one == nearly(2)
 
 
-def test_a_closed_actor_is_gone(tmp_path: Path) -> None:
+def test_a_closed_trainer_is_gone(tmp_path: Path) -> None:
     """With its groups: several layouts built in one process, one after another, must not add up."""
-    actor = build(tmp_path, MOE)
-    learn(actor, steps=1)
-    model, groups = weakref.ref(actor.model[0]), len(dist.distributed_c10d._world.pg_map)
-    actor.close()
+    trainer = build(tmp_path, MOE)
+    learn(trainer, steps=1)
+    model, groups = weakref.ref(trainer.model[0]), len(dist.distributed_c10d._world.pg_map)
+    trainer.close()
     assert model() is None
     assert len(dist.distributed_c10d._world.pg_map) == 1 < groups
 
 
-def saved_bytes(actor: Actor) -> int:
+def saved_bytes(trainer: Trainer) -> int:
     total = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,19 +152,23 @@ def saved_bytes(actor: Actor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        learn(actor, steps=1)
+        learn(trainer, steps=1)
     return total
 
 
 def test_bf16_has_fp32_main_weights_and_fp32_gradients(tmp_path: Path) -> None:
-    actor = build(tmp_path, SMALL, dtype="bf16", lr=1e-5)
-    assert {p.dtype for p in actor.parameters_by_name().values()} == {torch.bfloat16}
-    assert {buffer.grad_data.dtype for chunk in actor.model for buffer in chunk.buffers} == {torch.float32}
-    for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
+    trainer = build(tmp_path, SMALL, dtype="bf16", lr=1e-5)
+    assert {p.dtype for p in trainer.parameters_by_name().values()} == {torch.bfloat16}
+    assert {buffer.grad_data.dtype for chunk in trainer.model for buffer in chunk.buffers} == {torch.float32}
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
         assert {p.dtype for group in part.optimizer.param_groups for p in group["params"]} == {torch.float32}
-    main = actor.optimizer.chained_optimizers[0] if hasattr(actor.optimizer, "chained_optimizers") else actor.optimizer
+    main = (
+        trainer.optimizer.chained_optimizers[0]
+        if hasattr(trainer.optimizer, "chained_optimizers")
+        else trainer.optimizer
+    )
     before = [p.detach().clone() for group in main.optimizer.param_groups for p in group["params"]]
-    learn(actor, steps=1)
+    learn(trainer, steps=1)
     after = [p.detach() for group in main.optimizer.param_groups for p in group["params"]]
     moved = max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True))
     assert 0 < moved < 1e-4, "steps too small for bf16 are kept in the main weights"

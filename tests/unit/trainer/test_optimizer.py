@@ -1,9 +1,15 @@
+"""The learning-rate schedule, and steps against torch's own AdamW."""
+
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from tiny_trainer import build
 
 from megarl.config.schema import Train
-from megarl.trainer.optimizer import LrSchedule, learning_rate
+from megarl.trainer.optimizer import LrSchedule, learning_rate, take_step, zero_grad
 
 
 @pytest.mark.parametrize(
@@ -25,3 +31,31 @@ def test_schedule_is_restored() -> None:
     one, other = LrSchedule(train, step=3), LrSchedule(train)
     other.load_state_dict(one.state_dict())
     assert other.lr == one.lr != LrSchedule(train).lr
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
+    """With an eps as large as the gradients, so that their scale matters and clipping shows."""
+    settings = {"betas": (0.8, 0.95), "eps": 0.05, "weight_decay": 0.3, "clip_grad": 0.5}
+    trainer = build(tmp_path, **settings)
+    parameters = list(trainer.parameters_by_name().values())
+    plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+    groups = [
+        {"params": [p for p in plain if (p.ndim > 1) == decays], "weight_decay": 0.3 * decays} for decays in (1, 0)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.95), eps=0.05)
+    random = torch.Generator().manual_seed(0)
+    for scale, lr in ((0.1, 0.02), (1e-4, 0.03), (0.2, 0.01)):  # the second is not clipped
+        zero_grad(trainer.model, trainer.optimizer)
+        for parameter, copy in zip(parameters, plain, strict=True):
+            copy.grad = scale * torch.randn(copy.shape, generator=random)
+            parameter.main_grad.copy_(copy.grad)
+        outcome = take_step(trainer.optimizer, lr=lr, clip_grad=0.5)
+        norm = float(torch.nn.utils.clip_grad_norm_(plain, 0.5))
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        adamw.step()
+        assert outcome.grad_norm == pytest.approx(norm, rel=1e-5) and (norm > 0.5) == (scale > 1e-3)
+    for parameter, copy in zip(parameters, plain, strict=True):
+        torch.testing.assert_close(parameter.detach(), copy.detach(), rtol=1e-5, atol=1e-6)
+    trainer.close()

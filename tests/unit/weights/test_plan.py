@@ -16,7 +16,7 @@ from megarl.models.engine import engine_slices
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices
 from megarl.models.shape import Latent, ModelShape, Router
 from megarl.models.shards import ShardDim0, ShardSlice
-from megarl.weights import fleet_tables
+from megarl.weights import placements
 from megarl.weights.fleet import Fleet
 from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.plan import Message, Plan, find_gaps, plan_recorded, plan_transfers, relay_buffer
@@ -336,9 +336,9 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_recorded([[half], [whole("w")]], [[whole("w")], []], itemsize=4, round_bytes=64)
     assert find_gaps({"w": (4, 4), "v": (2,)}, [[half]]) == ["w (8 of 16 elements)", "v (absent)"]
     assert find_gaps({}, [[half]]) == ["w (not a tensor of this model)"]
-    extra, table = ShardDim0("model.more.weight", "more", (4, 4)), fleet_tables.engine_table
+    extra, table = ShardDim0("model.more.weight", "more", (4, 4)), placements.engine_table
     monkeypatch.setattr(
-        fleet_tables, "engine_table", lambda shape: replace(table(shape), head=(*table(shape).head, extra))
+        placements, "engine_table", lambda shape: replace(table(shape), head=(*table(shape).head, extra))
     )
     with pytest.raises(ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"):
         plan_of(*FLEETS["colocated"])

@@ -1,4 +1,4 @@
-"""Takes the place of megarl.launch.build in launcher tests: a rank does what `run.name` says, without torch."""
+"""Takes the place of megarl.launch.run_rl in launcher tests: a rank does what `run.name` says, without torch."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def wait_for(file: Path) -> None:
         time.sleep(0.02)
 
 
-def run(config, env) -> None:
+def run(config, env, phase) -> None:
     folder = Path(config.run.dir) / config.run.name
     name, rank = config.run.name.split("-")[0], env.rank
     print(f"hello from rank {rank} of {env.world_size}")
@@ -54,6 +54,6 @@ def run(config, env) -> None:
         time.sleep(300)
 
 
-module = types.ModuleType("megarl.launch.build")
-module.run = module.evaluate = run
-sys.modules["megarl.launch.build"] = module
+module = types.ModuleType("megarl.launch.run_rl")
+module.run_rl = module.run_eval = run
+sys.modules["megarl.launch.run_rl"] = module

@@ -1,0 +1,110 @@
+"""Plans of large models against their physical floor, from the messages that would be executed.
+
+    python -m benchmarks.plans [--json FILE]
+
+Each case runs in a process of its own: it plans, writes and reads back the list of messages, prices them round by
+round, and lowers the plan for one rank in the middle of the fleet. Bounds are those of LIMITS; the exit code is 1 where
+one does not hold. Planning uses no random numbers, so the figures but for seconds and memory are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config.load import load_config
+from megarl.planner.cost import LINKS, MESSAGE_S
+from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CASES = [(name, None) for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")] + [
+    (name, world) for name in ("qwen3_235b_a22b", "glm_4_5") for world in (256, 512)
+]
+LIMITS = {"over_floor": 1.3, "with_messages": 1.6, "busiest_link": 1.15, "seconds": 60.0, "peak_gb": 2.0}
+
+
+def measure(name: str, world: int | None) -> dict[str, Any]:
+    """`world`: colocated on so many ranks; None: split, as the config has it."""
+    overrides = [f"model.path={CONFIGS}/models/{name}"]
+    if world:
+        overrides += ["launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null"]
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    plan, figures = plan_weights(config)
+    fleet = fleet_of(config)
+    start = time.perf_counter()
+    lowered = plan.lower(fleet.first_receiver + fleet.receivers // 2)
+    lower_seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    seconds, with_messages = _wire_seconds(plan, fleet.world, fleet.ranks_per_node)
+    floor = figures["floor_seconds"]
+    return {
+        "case": f"{name}, {'split' if world is None else f'colocated on {world}'}",
+        "ranks": fleet.world,
+        "floor_seconds": round(floor, 3),
+        "over_floor": round(seconds / floor, 3),
+        "with_messages": round(with_messages / floor, 3),
+        "busiest_link": round(figures["busiest_link_over_mean"], 3),
+        "rounds": figures["num_rounds"],
+        "messages": figures["num_messages"],
+        "messages_of_the_rank": sum(map(len, lowered.rounds)),
+        "peak_extra_gb": round(figures["peak_extra_bytes"] / 1e9, 2),
+        "plan_seconds": round(figures["plan_seconds"], 1),
+        "lower_seconds": round(lower_seconds, 1),
+        "seconds": round(figures["plan_seconds"] + lower_seconds, 1),
+        "peak_gb": round(peak, 2),
+    }
+
+
+def _wire_seconds(plan: Any, world: int, node: int) -> tuple[float, float]:
+    """From the file of messages alone: each round as long as its busiest rank, without and with 10 us a message."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "messages.jsonl"
+        write_messages(plan, file)
+        numbers = file.read_text().translate({ord("["): None, ord("]"): None, ord("\n"): ","})
+    rounds, senders, receivers, sizes = np.fromstring(numbers, dtype=np.int64, sep=",").reshape(-1, 4).T
+    count, links = int(rounds.max()) + 1, LINKS["h100"]
+    is_near = senders // node == receivers // node
+    times = np.zeros((count, world))
+    messages = np.zeros((count, world))
+    for ranks in (senders, receivers):
+        np.add.at(messages, (rounds, ranks), 1)
+        for chosen, rate in ((~is_near, links.network), (is_near, links.nvlink)):
+            load = np.zeros((count, world))
+            np.add.at(load, (rounds[chosen], ranks[chosen]), sizes[chosen])
+            times = np.maximum(times, load / rate)
+    return float(times.max(1).sum()), float((times.max(1) + MESSAGE_S * messages.max(1)).sum())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case is not None:
+        print(json.dumps(measure(*CASES[args.case])))
+        return 0
+    results, failures = [], []
+    for number in range(len(CASES)):
+        command = [sys.executable, "-m", "benchmarks.plans", "--case", str(number)]
+        result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(", ".join(f"{name} {value}" if name != "case" else value for name, value in result.items()), flush=True)
+        failures += [f"{result['case']}: {name}" for name, limit in LIMITS.items() if result[name] > limit]
+        failures += [f"{result['case']}: below its floor"] * (result["over_floor"] < 1)
+        results.append(result)
+    print("all within limits" if not failures else "\n".join(failures), LIMITS)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

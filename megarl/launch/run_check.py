@@ -1,0 +1,40 @@
+"""`megarl check` on one rank: the layouts of layouts.json, one after another; rank 0 writes check.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from megarl.config.load import run_dir
+from megarl.config.schema import Config
+from megarl.data.supervised import Examples
+from megarl.debug.layout_check import check_layouts, compare, prompt_rows
+from megarl.launch.build import make_prompts, make_trainer, open_rank
+from megarl.launch.current import CurrentPhase
+from megarl.platform.env import Env
+
+__all__ = ["run_check"]
+
+NUM_ROWS = 8  # of the batch; a row without an answer to learn gets RANDOM_TOKENS behind its prompt
+RANDOM_TOKENS = 8
+
+
+def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
+    train = config.train.model_copy(update={"updates_per_step": 1})
+    with open_rank(config.model_copy(update={"train": train}), env, phase) as rank:
+        prompts = make_prompts(rank).take(NUM_ROWS)
+        if config.stage == "sft":
+            batch = Examples(rank.tokenizer)(prompts)
+        else:
+            batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
+        folder = run_dir(config)
+        results = check_layouts(
+            json.loads((folder / "layouts.json").read_text()),
+            batch,
+            lambda layout: make_trainer(rank, layout),
+            world=env.world_size,
+            rank=env.rank,
+        )
+        if env.is_main:
+            rows = [asdict(row) for row in compare(results, config.train.dtype)]
+            (folder / "check.json").write_text(json.dumps(rows))

@@ -1,0 +1,207 @@
+"""Reinforcement learning on one rank: the config becomes an RlRun, which runs; and `megarl eval`.
+
+engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megarl.algorithms.objective import Objective
+from megarl.config.load import run_dir
+from megarl.config.schema import Config
+from megarl.data.collate import collate
+from megarl.launch.build import (
+    Rank,
+    export,
+    make_checkpoints,
+    make_prompts,
+    make_trainer,
+    open_rank,
+    open_rank_telemetry,
+)
+from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_rows
+from megarl.launch.current import CurrentPhase
+from megarl.launch.phases import TimedPhases
+from megarl.layout import Axis
+from megarl.models.engine import engine_slices
+from megarl.models.registry import fp32_tensors, hf_shapes
+from megarl.planner.weight_sync import fleet_of, plan_of
+from megarl.platform.device import DTYPES
+from megarl.platform.env import Env
+from megarl.rewards.scorer import make_scorer
+from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.exchange import Exchange
+from megarl.rollout.reward_shaping import Shaping
+from megarl.rollout.schedule import Rollouts, has_spread
+from megarl.stages.evaluation import Evaluation
+from megarl.stages.rl import RlRun, train
+from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.trainer import Trainer
+from megarl.types import CheckFailed, Prompt
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+
+__all__ = ["make_engine", "run_eval", "run_rl", "train_policy"]
+
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """`megarl train` of stage rl on this rank, from start-up to the last file."""
+    with open_rank(config, env, phase) as rank:
+        export(rank, train_policy(rank, make_engine(rank)))
+
+
+def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """`megarl eval` on this rank: held-out problems, greedy and at the temperature of rollouts."""
+    with open_rank(config, env, phase) as rank:
+        engine = make_engine(rank)
+        _publisher(rank, make_trainer(rank), engine).publish(version=0)
+        evaluation = _evaluation(rank, _exchange(rank, engine), every=1)
+        evaluation.forget(0)
+        result = evaluation.run(0)
+        if env.is_main:
+            print(_table(result), flush=True)
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
+    return "\n".join([f"{result['size']} fresh problems", *rows])
+
+
+def train_policy(rank: Rank, engine: Engine) -> Trainer:
+    """Run the loop from the start, or from a checkpoint, to the last step; returns the trained policy."""
+    config, trainer, prompts = rank.config, make_trainer(rank), make_prompts(rank)
+    objective = Objective(config.algorithm, config.rollout.max_tokens)
+    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
+    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
+    start, state = checkpoint.restore(config.checkpoint.resume)
+    with open_rank_telemetry(rank, start) as telemetry:
+        span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
+        evaluation = _evaluation(rank, exchange, every=config.eval.every)
+        evaluation.forget(start)
+        is_masked = config.algorithm.truncated == "mask"
+        run = RlRun(
+            prompts=prompts,
+            rollouts=_rollouts(rank, exchange),
+            collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
+            learner=replace(learner, span=span),
+            objective=objective,
+            weights=_publisher(rank, trainer, engine),
+            evaluation=evaluation,
+            checks=ParityGate(parity_bound(config), rank.shape.is_moe),
+            phases=TimedPhases(span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase),
+            checkpoint=checkpoint,
+            telemetry=telemetry,
+            state=state,
+            steps=config.train.steps,
+            prompts_per_step=config.train.prompts_per_step,
+            start=start,
+        )
+        try:
+            train(run)
+        except CheckFailed:  # raised on every rank alike: what was learned so far is saved
+            trainer.memory.onload_all()
+            checkpoint.save()
+            checkpoint.finish()
+            raise
+        checkpoint.finish()
+    trainer.memory.onload_all()
+    return trainer
+
+
+def make_engine(rank: Rank) -> Engine:
+    spec = EngineSpec.of(rank.config, folder=str(rank.model_folder), stop_token_ids=rank.tokenizer.eos)
+    return Engine.start(spec, rank.env, shapes=hf_shapes(rank.shape), fp32=fp32_tensors(rank.shape))
+
+
+def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
+    env, size = rank.env, rank.config.rollout.tensor
+    return Exchange(
+        engine,
+        make_scorer(rank.config.rewards, decode=rank.tokenizer.decode),
+        replica=Axis(env.world_size // size, env.rank // size),
+        member=Axis(size, env.rank % size),
+        device=rank.device.torch,
+        span=span,
+    )
+
+
+def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
+    config, algorithm = rank.config, rank.config.algorithm
+    keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
+    return Rollouts(
+        exchange,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        temperature=config.rollout.temperature,
+        run_seed=config.run.seed,
+        keep=keep if algorithm.filter_zero_std else None,
+        max_refills=algorithm.max_refills,
+        shape=Shaping(algorithm, config.rollout.max_tokens),
+        greedy_baseline=algorithm.advantage == "remax",
+    )
+
+
+def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
+    config = rank.config
+
+    def held_out() -> list[Prompt]:
+        stream = make_prompts(rank, "eval")
+        return stream.take(min(config.eval.size, stream.source.size or config.eval.size))
+
+    return Evaluation(
+        exchange,
+        held_out,
+        (("accuracy", config.eval.temperature), ("sampled_accuracy", config.rollout.temperature)),
+        run_seed=config.run.seed,
+        every=every,
+        last_step=config.train.steps,
+        file=run_dir(config) / "eval.jsonl" if rank.env.is_main else None,
+    )
+
+
+def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
+    """From this trainer into the engine, with a probe of both."""
+    config, shape, env, bound = rank.config, rank.shape, rank.env, parity_bound(rank.config)
+    weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
+    launch = config.launch.model_copy(update={"processes": env.world_size})
+    fleet = fleet_of(config.model_copy(update={"launch": launch}), ranks_per_node=env.local_world_size)
+    if shape.bridge:
+        table, plan = (
+            None,
+            plan_slices(
+                weights,
+                trainer.slices_by_rank(),
+                rank.transport.gather(list(engine.receiver.slices)),
+                ranks_per_replica=fleet.ranks_per_replica,
+                round_bytes=config.sync.round_bytes,
+                ranks_per_node=fleet.ranks_per_node,
+            ),
+        )
+    else:
+        table = engine_slices(shape, fleet.engine_layout(env.rank))
+        plan = plan_of(config, shape, fleet, style="te" if rank.device.is_cuda else "local")
+    probe = Probe(
+        probe_tokens(shape.vocab, length=min(16, engine.max_model_len - 1)),
+        trainer=partial(score_rows, trainer),
+        engine=engine.score,
+        max=bound.max,
+        mean=bound.mean,
+        always=config.checks.probe == "always",
+    )
+    return Publisher.connect(
+        plan,
+        WeightSender(trainer.local_slices(), trainer.parameters_by_name),
+        engine.receiver,
+        rank.transport,
+        weights,
+        ranks_per_replica=fleet.ranks_per_replica,
+        table=table,
+        probe=probe,
+        is_atomic=config.sync.atomic,
+        ranks_per_node=fleet.ranks_per_node,
+    )

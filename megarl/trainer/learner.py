@@ -1,0 +1,73 @@
+"""What the RL loop updates: a policy, and its reference where the objective has a KL term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megarl.algorithms.objective import Objective
+from megarl.data.packing import plan_microbatches
+from megarl.roles import Gate
+from megarl.trainer.reference import Reference
+from megarl.trainer.trainer import Trainer
+from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
+
+__all__ = ["PolicyLearner"]
+
+
+@dataclass(frozen=True)
+class PolicyLearner:
+    """roles.Learner."""
+
+    trainer: Trainer
+    objective: Objective
+    reference: Reference | None
+    seed: int  # of the tokens that clip_cov draws
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # times "logprobs" and "update"
+
+    @classmethod
+    def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:
+        """The reference is the trainer's present weights."""
+        reference = Reference.of(trainer.parameters_by_name()) if objective.needs_reference else None
+        return cls(trainer, objective, reference, seed)
+
+    def score(self, batch: TrainBatch) -> LogProbs:
+        """Log-probs of `labels` under the current weights, and under the reference where there is one."""
+        with self.span("logprobs"):
+            old_T, ref_T = self._logprobs(batch), None
+            if self.reference is not None:
+                with self.reference.in_place_of(self.trainer.parameters_by_name()):
+                    ref_T = self._logprobs(batch)
+            return LogProbs(old_T, ref_T)
+
+    def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
+        """The updates of one batch. `gate` may refuse (CheckFailed) before the first one; then nothing has changed."""
+        plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
+        if batch.old_logprobs is None and (gate or len(plan.rows) > 1 or self.objective.selects_tokens):
+            batch = replace(batch, old_logprobs=self._logprobs(batch))
+        metrics = {"packing/efficiency": plan.efficiency}
+        if gate is not None and batch.old_logprobs is not None:
+            metrics |= gate(batch, LogProbs(batch.old_logprobs, batch.ref_logprobs))
+        with self.span("update"):
+            weights_T = self.objective.weights(batch, plan)
+            updates = tuple(self._update(batch, part, weights_T, i) for i, part in enumerate(plan.updates()))
+            self.trainer.finish_batch()
+        return StepReport(updates, metrics)
+
+    def _update(self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int) -> UpdateReport:
+        select_T = None
+        if self.objective.selects_tokens:
+            seed = self.seed + 1000 * self.trainer.scheduler.step + index
+            logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)
+            assert logprobs_T is not None
+            select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
+        report = self.trainer.step(batch, plan, self.objective.loss(batch, select_T), weights_T)
+        return replace(report, metrics=self.objective.metrics(batch, report.metrics))
+
+    def _logprobs(self, batch: TrainBatch) -> Tensor:
+        logprobs_T = self.trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        return logprobs_T

@@ -1,0 +1,77 @@
+"""Megarl's layout as Megatron-Core's process groups. The only reader of `megatron.core.parallel_state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from megarl.layout import Layout, Parallel
+
+__all__ = ["Groups", "destroy_parallel", "init_parallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The ranks that share this rank's work along one axis."""
+
+    tensor: ProcessGroup
+    context: ProcessGroup
+
+
+def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
+    """Create Megatron's process groups for these sizes, after destroying a previous set.
+
+    torch.distributed must be initialised. Every rank must call.
+    """
+    destroy_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+    _assert_agrees(layout)
+    # Megatron's layers enter a named random state even where nothing is drawn.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
+    return Groups(tensor, context)
+
+
+def destroy_parallel() -> None:
+    """Close Megatron's process groups, so that another layout can be built in this process. Every rank must call.
+
+    Megatron itself only drops its references; the groups' threads (some fifty a layout under gloo) would keep polling.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    dist.barrier()  # nobody closes a connection that a peer still reads from
+    known = dist.distributed_c10d._world.pg_map  # closing the default group has closed its subgroups too
+    groups = [group for group in parallel_state._global_process_group_list or () if group in known]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _assert_agrees(layout: Layout) -> None:
+    """Megarl's world arithmetic and Megatron's must give this rank the same coordinates."""
+    axes = {
+        "tp": "tensor_model_parallel",
+        "pp": "pipeline_model_parallel",
+        "cp": "context_parallel",
+        "dp": "data_parallel",
+        "ep": "expert_model_parallel",
+        "etp": "expert_tensor_parallel",
+        "edp": "expert_data_parallel",
+    }
+    for name, megatron_name in axes.items():
+        size, rank = (getattr(parallel_state, f"get_{megatron_name}_{what}")() for what in ("world_size", "rank"))
+        axis = getattr(layout, name)
+        assert (size, rank) == (axis.size, axis.rank), f"{name}: Megatron has rank {rank} of {size}, layout {axis}"

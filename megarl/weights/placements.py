@@ -1,0 +1,219 @@
+"""What moves, who holds it and who keeps it: from the tables of trainer and engine, or from every rank's own slices.
+
+FleetTables: table x table --transfer_groups--> groups of templates, once for all layers and experts alike
+             template, rank, layer, expert --source | destination--> ShardSlice
+RecordedSlices: the same for a family without a table, where every slice is there to begin with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+
+import numpy as np
+
+from megarl.layout import Axis, Layout, stage_layers
+from megarl.models.engine import engine_table
+from megarl.models.shape import ModelShape
+from megarl.models.shards import Rule, ShardSlice, Table, of_expert
+from megarl.weights.fleet import Fleet
+from megarl.weights.fp32_views import view_fp32_as_16bit
+from megarl.weights.senders import Instances, Ints
+from megarl.weights.transfer_groups import Overlap, TransferGroup, transfer_groups
+
+__all__ = ["FleetTables", "RecordedSlices", "SlicesByRank"]
+
+SlicesByRank = Sequence[Sequence[ShardSlice]]
+EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
+
+
+class RecordedSlices:
+    """Coordinates are ranks, and each tensor counts as a layer. Receivers list their slices in the engine's order."""
+
+    def __init__(self, sources: SlicesByRank, destinations: SlicesByRank, ranks_per_node: int, max_numel: int) -> None:
+        places = [(place, rank, part) for rank, own in enumerate(destinations) for place, part in enumerate(own)]
+        self.groups = transfer_groups(
+            ((rank, part) for rank, own in enumerate(sources) for part in own),
+            ((rank, part) for _, rank, part in sorted(places, key=lambda entry: entry[:2])),
+            max_numel=max_numel,
+        )
+        self.world, self.ranks_per_node = max(len(sources), len(destinations)), ranks_per_node
+        self.receivers, self.lanes, self.period = sorted({rank for _, rank, _ in places}), 1, 1
+        sizes = np.bincount(
+            [group.unit for group in self.groups], [group.numel * len(group.destinations) for group in self.groups], 1
+        ).astype(np.int64)
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.total = max(1, int(sizes.sum()))
+
+    def instances(self, group: int) -> Instances:
+        unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
+        return Instances(unit, zero - 1, self.layer_starts[unit], zero, zero, zero)
+
+    def holders(self, group: int) -> Ints:
+        return np.array([self.groups[group].sources])
+
+    def keepers(self, group: int, part: int) -> Sequence[int]:
+        return self.groups[group].destinations
+
+    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        return overlap.sources[rank]
+
+    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        return overlap.destinations[rank]
+
+
+class FleetTables:
+    """Coordinates are ranks along the axis that splits a tensor. The sections of a table are in the engine's order."""
+
+    def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
+        self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
+        self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
+        # where a node's ranks are more than a pipeline stage has; those that relay to one another begin together
+        is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
+        self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
+        self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
+        self._shape, self._fleet, self._tables, self._itemsize = shape, fleet, (table, engine_table(shape)), itemsize
+        self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
+        self._engines = [fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]]
+        layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
+        self._chunks = {axes: stage_layers(shape.layers, layout) for axes, layout in layouts.items()}
+        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)  # from the embedding to the head, which need none
+        for layout in self._layouts:
+            for chunk in self._chunks[layout.pp, layout.vpp]:
+                self._stage[chunk.start + 1 : chunk.stop + 1] = layout.pp.rank
+        self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
+        engine_etp = self._engines[0].etp.size
+        self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
+        self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
+        for of_side, size in zip(self._tables, self._sizes[True], strict=True):
+            for part in (part for rule in of_side.expert for part in rule.slices(Axis(size))):
+                self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
+        leading = shape.dense_layers
+        layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}
+        layers["expert"] = layers["layer"] if shape.is_moe else range(0)
+        self._layers = layers | {"head": range(shape.layers, shape.layers + 1)}
+        by_section = {name: self._groups(name, max_numel) for name, numbers in self._layers.items() if numbers}
+        self._sections = [name for name, groups in by_section.items() for _ in groups]
+        self.groups = [group for groups in by_section.values() for group in groups]
+        self._keys = self._trainer_keys()
+        self._order_units()
+
+    def _groups(self, section: str, max_numel: int) -> list[TransferGroup]:
+        table, engine = self._tables
+        is_expert = section == "expert"
+        size, engine_size = self._sizes[is_expert]
+        sources = list(self._templates(getattr(table, section), size))
+        if section == "embedding" and self._fleet.parallel.pipeline > 1:  # a tied one has a copy on the last stage
+            sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
+        destinations = self._templates(getattr(engine, section), engine_size)
+        groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
+        if not is_expert:
+            return groups
+        # experts of the same ranks on both sides move together, as many as a group may hold
+        per_rank = gcd(
+            *(self._shape.experts // ranks for ranks in (self._fleet.parallel.expert, self._engines[0].ep.size))
+        )
+        limit = max_numel // max(group.numel for group in groups)
+        repeats = max(number for number in range(1, per_rank + 1) if per_rank % number == 0 and number <= max(1, limit))
+        return [replace(group, repeats=repeats) for group in groups]
+
+    def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
+        for rank in range(size):
+            slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
+            for part in view_fp32_as_16bit(slices, self._tables[0].fp32, self._itemsize):
+                yield rank, part
+
+    def _trainer_keys(self) -> dict[str, tuple[Ints, Ints]]:
+        """Section -> (key, coordinate) of each trainer; coordinate -1: holds nothing of it."""
+        stage, tp, ep, etp = (
+            np.array([getattr(layout, axis).rank for layout in self._layouts]) for axis in ("pp", "tp", "ep", "etp")
+        )
+        last, sizes = self._fleet.parallel.pipeline - 1, self._fleet.parallel
+        copy = np.where((stage == last) & self._shape.tied, sizes.tensor + tp, -1)
+        return {
+            "embedding": (0 * stage, np.where(stage == 0, tp, copy)),
+            "dense": (stage, tp),
+            "layer": (stage, tp),
+            "expert": (stage * sizes.expert + ep, etp),
+            "head": (0 * stage, np.where(stage == last, tp, -1)),
+        }
+
+    def _order_units(self) -> None:
+        """Sets where each layer begins, and where in its layer each unit does: experts follow the other tensors."""
+        self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before it, its own)
+        for section, group in zip(self._sections, self.groups, strict=True):
+            _, size = self._units.get((section, group.unit), (0, 0))
+            self._units[section, group.unit] = 0, size + group.numel * len(group.destinations)
+        ends, repeats = dict.fromkeys(self._layers, 0), max(group.repeats for group in self.groups)
+        for (section, unit), (_, size) in self._units.items():
+            begin = ends["layer"] if section == "expert" and not ends["expert"] else ends[section]
+            self._units[section, unit] = begin, size
+            ends[section] = begin + size * (self._shape.experts // repeats if section == "expert" else 1)
+        numbers = range(EMBEDDING, self._shape.layers + 1)
+        sizes = [max(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
+        self.layer_starts: Ints = np.array([sum(sizes[:number]) for number in range(len(sizes))])
+        self.total = sum(sizes)
+
+    def instances(self, group: int) -> Instances:
+        shape, section = self._shape, self._sections[group]
+        begin, size = self._units[section, self.groups[group].unit]
+        layer = np.array(self._layers[section])
+        zeros = np.zeros_like(layer)
+        if section != "expert":
+            keys = self._stage[layer + 1]
+            return Instances(layer, zeros - 1, self.layer_starts[layer + 1] + begin, layer, keys, zeros)
+        repeats, ranks = self.groups[group].repeats, self._fleet.parallel.expert
+        count, per_rank = shape.experts // repeats, shape.experts // repeats // ranks
+        layer, number = np.repeat(layer, count), np.tile(np.arange(count), len(layer))
+        # some experts of each expert-parallel rank after another, so that all of them send
+        place = number % per_rank * ranks + number // per_rank
+        return Instances(
+            layer,
+            expert=number * repeats,
+            position=self.layer_starts[layer + 1] + begin + place * size,
+            turn=layer + number % per_rank,
+            key=self._stage[layer + 1] * ranks + number // per_rank,
+            part=number // (count // self._engines[0].ep.size),
+        )
+
+    def holders(self, group: int) -> Ints:
+        keys, coordinates = self._keys[self._sections[group]]
+        able = np.isin(coordinates, self.groups[group].sources)
+        return np.stack([np.flatnonzero(able & (keys == key)) for key in range(int(keys.max()) + 1)])
+
+    def keepers(self, group: int, part: int) -> Sequence[int]:
+        is_expert, wanted = self._sections[group] == "expert", self.groups[group].destinations
+        is_kept = [
+            layout.etp.rank in wanted and layout.ep.rank == part if is_expert else layout.tp.rank in wanted
+            for layout in self._engines
+        ]
+        return [rank for index, rank in enumerate(self.receivers) if is_kept[index % len(is_kept)]]
+
+    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        layout = self._layouts[rank]
+        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
+        if layer == EMBEDDING and not layout.pp.first:
+            coordinate += layout.tp.size
+        return self._fill(overlap.sources[coordinate], layout, layer, expert)
+
+    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
+        layout = self._engines[(rank - self.receivers[0]) % len(self._engines)]
+        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
+        return self._fill(overlap.destinations[coordinate], layout, layer, expert)
+
+    def _fill(self, part: ShardSlice, layout: Layout, layer: int, expert: int) -> ShardSlice:
+        """A template with its numbers filled in: of a global layer and expert."""
+        key = (id(part), layout.rank, layer, expert)
+        if key not in self._filled:
+            chunks = self._chunks[layout.pp, layout.vpp]
+            ends = 0 if layer == EMBEDDING and layout.pp.first else -1  # embedding and head
+            number = next((n for n, layers in enumerate(chunks) if layer in layers), ends)
+            chunk = f"chunk{number % len(chunks)}." if len(chunks) > 1 else ""
+            local = expert % (self._shape.experts // layout.ep.size) if expert >= 0 else -1
+            if expert >= 0:
+                part = of_expert(part, local, expert, self._expert_numel[part.param])
+            param = part.param.format(layer=layer - chunks[number].start, expert=local)
+            name = part.name.format(layer=layer, expert=expert)
+            self._filled[key] = ShardSlice(name, part.start, part.shape, chunk + param, part.offset, part.strides)
+        return self._filled[key]

@@ -1,0 +1,124 @@
+"""The policy's updates of one batch: schedule, gate, token selection, and whose log-probs are the old ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import build, make_batch
+from torch import Tensor
+
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Algorithm
+from megarl.data.packing import plan_microbatches
+from megarl.trainer.heads import ValueHead
+from megarl.trainer.learner import PolicyLearner
+from megarl.types import CheckFailed, ScoredBatch, TokenLosses
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def make_learner(folder: Path, objective: Objective | None = None, **train) -> tuple[PolicyLearner, ScoredBatch]:
+    """A learner and a batch that it has scored."""
+    learner = PolicyLearner.of(build(folder, **train), objective or Objective(Algorithm(advantage="reinforce")))
+    batch = make_batch(num_rows=8)
+    state = learner.objective.initial_state()
+    return learner, learner.objective.advantages(batch, learner.score(batch), state)[0]
+
+
+def state_of(learner: PolicyLearner) -> list[Tensor]:
+    """Weights, main weights and moments, the schedule, the random state."""
+    trainer = learner.trainer
+    tensors = [p.detach().clone() for p in trainer.parameters_by_name().values()]
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        for state in part.optimizer.state.values():
+            tensors += [torch.as_tensor(value).clone() for value in state.values()]
+    return [*tensors, torch.tensor(trainer.scheduler.step), torch.get_rng_state()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_learning_rate_advances_once_a_batch(tmp_path: Path) -> None:
+    learner, scored = make_learner(tmp_path, updates_per_step=2, steps=5, lr=1e-2, schedule="linear")
+    lrs = [[update.lr for update in learner.update(scored).updates] for _ in range(3)]
+    assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 7.5e-3, 5e-3)]
+    learner.trainer.close()
+
+
+def test_a_refusal_leaves_everything_untouched(tmp_path: Path) -> None:
+    learner, scored = make_learner(tmp_path)
+    learner.update(scored)
+    seen = []
+
+    def refuse(batch: ScoredBatch, logprobs) -> dict[str, float]:
+        seen.append(logprobs.old)
+        raise CheckFailed("no")
+
+    before = state_of(learner)
+    with pytest.raises(CheckFailed, match="no"):
+        learner.update(scored, gate=refuse)
+    assert same(before, state_of(learner)) and torch.equal(seen[0], scored.old_logprobs)
+    report = learner.update(scored, gate=lambda batch, logprobs: {"logprob_diff/max": 0.5})
+    assert report.metrics["logprob_diff/max"] == 0.5
+    assert not same(before, state_of(learner))
+    learner.trainer.close()
+
+
+@dataclass(frozen=True)
+class Watched(Objective):
+    """Keeps the log-probs that tokens are selected by."""
+
+    selected_by: list[Tensor] = field(default_factory=list)
+
+    def select(self, batch, logprobs_T, plan, *, seed) -> Tensor:
+        self.selected_by.append(logprobs_T)
+        return super().select(batch, logprobs_T, plan, seed=seed)
+
+
+def test_tokens_are_selected_by_the_policy_before_each_update(tmp_path: Path) -> None:
+    algorithm = Algorithm(loss="kl_cov", advantage="reinforce", token_selection_options={"share": 0.3})
+    objective = Watched(algorithm)
+    learner, scored = make_learner(tmp_path, objective, updates_per_step=2, lr=3e-2)
+    learner.update(scored)
+    assert len(objective.selected_by) == 2 and torch.equal(objective.selected_by[0], scored.old_logprobs)
+    assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, "the first update moved them"
+    learner.trainer.close()
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_log_probs_that_were_not_scored_are_those_before_the_update(tmp_path: Path, updates: int) -> None:
+    reports = []
+    for is_scored in (True, False):
+        learner, scored = make_learner(tmp_path, updates_per_step=updates)
+        scored = scored if is_scored else replace(scored, old_logprobs=None)
+        reports.append([(update.loss, update.grad_norm) for update in learner.update(scored).updates])
+        learner.trainer.close()
+    assert reports[0] == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in reports[1]]
+    assert len(reports[0]) == updates and reports[0][0][1] > 1e-3
+
+
+def test_a_value_head_learns(tmp_path: Path) -> None:
+    """A critic of one number a token, from 0, whatever the micro-batches."""
+    batch, losses = make_batch(num_rows=8), {}
+    target_T = torch.where(batch.mask, (batch.tokens % 2).float(), 0.0)
+
+    def squared_error(outputs, rows) -> TokenLosses:
+        loss_M = torch.where(rows.mask, (outputs.values_T - rows.select(target_T)).square(), 0.0)
+        return TokenLosses(loss_M, {}, rows.mask.sum())
+
+    for max_tokens in (30, 10_000):
+        trainer = build(tmp_path, head=ValueHead(), max_tokens_per_microbatch=max_tokens)
+        plan = plan_microbatches(batch, trainer.layout, trainer.train)
+        weights_T = batch.mask.double() / batch.mask.sum()
+        assert not trainer.forward(batch).values_T.any()
+        losses[max_tokens] = [trainer.step(batch, plan, squared_error, weights_T).loss for _ in range(10)]
+        assert losses[max_tokens][0] == pytest.approx(float(target_T[batch.mask].mean()))
+        assert losses[max_tokens][-1] < 0.5 * losses[max_tokens][0]
+        state = trainer.model[0].module.sharded_state_dict()
+        assert {"value_head.weight", "value_head.bias"} <= set(state), "a checkpoint holds it"
+        trainer.close()
+    assert losses[30] == pytest.approx(losses[10_000], rel=1e-4)
