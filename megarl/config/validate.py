@@ -15,18 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megarl.config.names import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CLIPS,
-    CORRECTIONS,
-    GROUP_ADVANTAGES,
-    LOSS_BOUNDS,
-    LOSSES,
-    NOT_IN_THE_LOOP,
-    SELECT,
-    TOKEN_ADVANTAGES,
-)
+from megarl.config import names
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
@@ -154,7 +143,7 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
 def _check_world(config: Config, world: int, env: Env) -> None:
     sizes = config.parallel.sizes
     smallest = smallest_world(sizes, config.rollout.tensor)
-    for product, names in (
+    for product, axes in (
         (sizes.dense, "tensor x pipeline x context"),
         (sizes.sparse, "expert_tensor x expert x pipeline"),
         (config.rollout.tensor, "rollout.tensor"),
@@ -162,7 +151,7 @@ def _check_world(config: Config, world: int, env: Env) -> None:
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(
-                f"{origin}={world} is not divisible by {names} = {product}; use a multiple of {smallest} processes"
+                f"{origin}={world} is not divisible by {axes} = {product}; use a multiple of {smallest} processes"
             )
     per_node = config.launch.processes_per_node
     if per_node is not None and world > per_node and world % per_node:
@@ -174,25 +163,27 @@ def _check_world(config: Config, world: int, env: Env) -> None:
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     for key, known in (
-        ("advantage", ADVANTAGES),
-        ("loss", LOSSES),
-        ("aggregation", AGGREGATIONS),
-        ("correction", CORRECTIONS),
+        ("advantage", names.ADVANTAGES),
+        ("loss", names.LOSSES),
+        ("aggregation", names.AGGREGATIONS),
+        ("correction", names.CORRECTIONS),
     ):
         if (name := getattr(algorithm, key)) not in known:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
-        if name in NOT_IN_THE_LOOP:
+        if name in names.NOT_IN_THE_LOOP:
             raise ValueError(
-                f"algorithm.{key}={name} needs {NOT_IN_THE_LOOP[name]}, which is not available in this version; "
+                f"algorithm.{key}={name} needs {names.NOT_IN_THE_LOOP[name]}, which is not available in this version; "
                 "choose another"
             )
         if isinstance(known, Mapping):
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
-    selectable = SELECT.get(algorithm.loss, ())
+    selectable = names.SELECT.get(algorithm.loss, ())
     _check_options("algorithm.token_selection", f"loss={algorithm.loss}", algorithm.token_selection_options, selectable)
     if config.stage != "rl":
         return
-    is_relative = algorithm.advantage in GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
+    is_relative = (
+        algorithm.advantage in names.GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
+    )
     has_steps = algorithm.advantage == "grpo_process" and any(reward.name == "process" for reward in config.rewards)
     if config.rollout.samples_per_prompt == 1 and is_relative and not has_steps:
         raise ValueError(
@@ -214,8 +205,8 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_bounds(algorithm: Algorithm) -> None:
     """Refuse bounds that the loss would ignore."""
-    bounds = CLIPS.get(algorithm.loss, {})
-    for key in LOSS_BOUNDS:
+    bounds = names.CLIPS.get(algorithm.loss, {})
+    for key in names.LOSS_BOUNDS:
         if getattr(algorithm, key) is not None and key not in bounds:
             raise ValueError(
                 f"algorithm.{key}={getattr(algorithm, key)}, but loss={algorithm.loss} has no such bound "
@@ -234,7 +225,7 @@ def _check_objective(config: Config) -> None:
             f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
     per_token = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
-    if algorithm.loss == "gspo" and algorithm.advantage in TOKEN_ADVANTAGES and per_token:
+    if algorithm.loss == "gspo" and algorithm.advantage in names.TOKEN_ADVANTAGES and per_token:
         raise ValueError(
             f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
             f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip"
@@ -307,14 +298,10 @@ def _check_resume(config: Config) -> None:
     resume = config.checkpoint.resume
     if resume in ("auto", "never"):
         return
-    if not Path(resume).is_dir():
-        raise FileNotFoundError(
-            f"checkpoint.resume={resume} is not a folder; use auto, never, or a checkpoint's folder"
-        )
     if not (Path(resume) / "metadata.json").is_file():
         raise FileNotFoundError(
-            f"checkpoint.resume={resume} has no metadata.json, so it is not a checkpoint; use auto, never, or a folder "
-            "such as checkpoints/step_100"
+            f"checkpoint.resume={resume} is not a checkpoint (no metadata.json); use auto, never, or a folder such as "
+            "checkpoints/step_100"
         )
 
 

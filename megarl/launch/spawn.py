@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
@@ -96,7 +97,7 @@ class _Ranks:
     """The child processes of a job."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was terminated
 
     def start(self, world: int, *, job_id: str, command: str) -> None:
@@ -116,17 +117,10 @@ class _Ranks:
             )
             args = [sys.executable, "-m", "megarl.launch.worker", str(self.folder / "config.yaml"), command]
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
+                out = None if rank == 0 else log
                 # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
-                self.processes.append(
-                    subprocess.Popen(
-                        args,
-                        env=environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=None if rank == 0 else log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+                options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": log}
+                self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
 
     def wait(self, is_stopped: Callable[[], bool]) -> Failure | None:
         """Wait until all ranks are done, one fails, or the user stops the job; returns None if all are done."""
@@ -182,7 +176,7 @@ class _Ranks:
             process.wait()
 
 
-def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_session(process: subprocess.Popen[Any], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

@@ -1,9 +1,9 @@
-"""The policy as it samples: one replica's rank of vLLM, in this process, on this process's torch.distributed world.
+"""One rank of a vLLM replica, in this process and on its torch.distributed world.
 
-    requests --token ids--> vLLM --token ids, log-probs of the distribution sampled from--> Samples
+    requests --token ids--> vLLM --token ids, log-probs of the sampled distribution--> Samples
 
-No text in or out. Every rank of a replica submits the same requests in the same order; vLLM's external launcher
-keeps them in step. The engine starts with dummy weights: only a finished sync (receiver.py) lets it sample.
+No text goes in or out. All ranks of a replica submit the same requests in the same order (vLLM's external launcher).
+The engine starts with dummy weights and samples only after a successful sync (weight_loader.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Rollout
 from megarl.platform.device import DTYPES
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineSpec"]
 
+DEFAULT = Rollout()
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All an engine needs to know. `folder` holds the config.json; its weights, if any, are not read."""
+    """Settings of an engine; `folder` has the model's config.json, and its weights are not read."""
 
     folder: str
     stop_token_ids: tuple[int, ...]
@@ -47,10 +48,10 @@ class EngineSpec:
     max_model_len: int
     dtype: torch.dtype
     tensor: int = 1
-    gpu_memory_utilization: float = 0.6
-    cpu_kv_cache_gb: float = 1.0
-    enforce_eager: bool | None = None  # None: True on CPU
-    sleep: int = 0  # vLLM's level, while training
+    gpu_memory_utilization: float = DEFAULT.gpu_memory_utilization
+    cpu_kv_cache_gb: float = DEFAULT.cpu_kv_cache_gb
+    enforce_eager: bool | None = DEFAULT.enforce_eager
+    sleep: int = DEFAULT.sleep_level
 
     @classmethod
     def of(cls, config: Config, *, folder: str, stop_token_ids: Sequence[int]) -> EngineSpec:
@@ -70,14 +71,14 @@ class EngineSpec:
 
 
 class Engine:
-    """roles.Sampler. `start` it on every rank of an initialised world, in the same order as other collectives."""
+    """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
     def __init__(self, llm: LLM, spec: EngineSpec, receiver: LayerReceiver, eager: bool) -> None:
         self.receiver = receiver
         self._llm = llm
         self._spec = spec
         self._eager = eager
-        self._asleep: list[str] = []  # what of it
+        self._asleep: list[str] = []  # parts that are off the device
 
     @classmethod
     def start(
@@ -88,9 +89,10 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
     ) -> Engine:
-        """`shapes`: every tensor of the checkpoint (weights.models.hf_shapes); `fp32`: those that are never bf16.
+        """Start vLLM with dummy weights.
 
-        Raises CheckFailed when the engine's loaders cannot be driven shard by shard.
+        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16.
+        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
         prefix = _prepare(env)
@@ -121,12 +123,12 @@ class Engine:
                 enforce_eager=eager,
                 enable_sleep_mode=bool(spec.sleep) and not on_cpu,
                 logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # nothing but what a request says
+                generation_config="vllm",  # sampling parameters come from requests only
             )
         dist.barrier()
-        # mapped by all ranks now: without its name a segment goes when the last of them does, however they die
+        # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix)
-        # vLLM would destroy the default process group when collected or at exit: it is the trainer's too
+        # vLLM would destroy the default process group, which is also the trainer's, when collected or at exit
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
@@ -135,7 +137,7 @@ class Engine:
         return cls(llm, spec, receiver, eager)
 
     def close(self) -> None:
-        """Give back memory and groups; another engine, of another shape, may then start in this process."""
+        """Free memory and process groups, so that another engine can start in this process."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         self.receiver.abort()
@@ -143,17 +145,18 @@ class Engine:
         destroy_model_parallel()
 
     def sleep(self) -> None:
-        """Free the cache, and move the weights to the host (level 1) or drop them (2): a sync brings them anew.
-        Nothing on a CPU, where there is no other memory.
+        """Free the cache, and move the weights to the host (level 1) or free them (2) until the next sync.
+
+        Does nothing on a CPU.
         """
         if self._spec.sleep and torch.cuda.is_available() and not self._asleep:
             if self._spec.sleep == 2:
-                self.receiver.abort()  # its weights are dropped: no version to go back to, whatever the sync comes to
+                self.receiver.abort()  # without weights there is no version to serve if the sync fails
             self._llm.sleep(level=self._spec.sleep)
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, part: str) -> None:
-        """Give memory back to the "weights", before a sync, or to the "kv_cache", before sampling."""
+        """Restore the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
         if part in self._asleep:
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
@@ -165,20 +168,20 @@ class Engine:
 
     @property
     def version(self) -> int | None:
-        """Of the weights held; None until a sync succeeded."""
+        """Of the weights; None before the first successful sync."""
         return self.receiver.version
 
     def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
-        """One sample a request, in their order.
+        """One sample per request, in the same order.
 
-        Raises CheckFailed when the engine sleeps or does not hold `version`, ValueError when a prompt does not fit.
+        Raises CheckFailed if the engine sleeps or has no weights of `version`, ValueError if a prompt is too long.
         """
         if self._asleep and self.receiver.version == version:
-            raise CheckFailed(f"the engine is asleep ({' and '.join(self._asleep)} off the device): wake it first")
+            raise CheckFailed(f"the engine is asleep ({' and '.join(self._asleep)} off the device); wake it first")
         if self.receiver.state != "ready" or self.receiver.version != version:
             raise CheckFailed(
-                f"the engine holds no verified weights of version {version} "
-                f"(state {self.receiver.state}, version {self.receiver.version}): publish them first"
+                f"the engine has no verified weights of version {version} "
+                f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
         from vllm import SamplingParams
 
@@ -186,7 +189,7 @@ class Engine:
         for request in requests:
             if not 0 < len(request.prompt.tokens) <= limit:
                 raise ValueError(
-                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, the engine takes "
+                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, the engine accepts "
                     f"1 to {limit}; drop the prompt or raise rollout.max_prompt_tokens"
                 )
         params = [
@@ -195,7 +198,7 @@ class Engine:
                 seed=request.seed,
                 max_tokens=min(self._spec.max_tokens, self._spec.max_model_len - len(request.prompt.tokens)),
                 stop_token_ids=list(self._spec.stop_token_ids),
-                logprobs=0,  # that of the sampled token
+                logprobs=0,  # only of the sampled token
                 detokenize=False,
             )
             for request in requests
@@ -204,7 +207,7 @@ class Engine:
         return [_sample(request, output, version) for request, output in zip(requests, outputs, strict=True)]
 
     def score(self, tokens_NL: Tensor) -> Tensor:
-        """[N, L - 1] fp32: log-probs of tokens[:, 1:] at temperature 1, under the weights written last."""
+        """[N, L - 1] fp32: log-probs of tokens[:, 1:] at temperature 1, under the latest weights, committed or not."""
         assert self.receiver.state in ("sealed", "ready"), f"nothing to score with: state {self.receiver.state}"
         from vllm import SamplingParams
 
@@ -244,18 +247,18 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
 
 
 def _prepare(env: Env) -> str:
-    """The environment vLLM reads; the job's prefix of shared memory."""
+    """Set the environment that vLLM reads; returns the job's prefix for shared memory."""
     if "vllm" not in sys.modules:
         set_env(
-            VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs here, beside the trainer
-            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # its warnings are about what we chose
+            VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs in this process
+            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # its warnings concern intended settings
             VLLM_NO_USAGE_STATS=1,
         )
-    # the external launcher reads its place from the environment, also where no launcher set it
+    # the external launcher reads the rank from the environment
     set_env(RANK=dist.get_rank(), WORLD_SIZE=dist.get_world_size(), LOCAL_RANK=env.local_rank)
     return shm_prefix(env.job_id, os.getppid())
 
 
 def _compiler(eager: bool) -> AbstractContextManager[Any]:
-    """Eager means eager: vLLM compiles two sampling helpers regardless, 4-17 s of C++ on a CPU for nothing gained."""
+    """With `eager` nothing is compiled: vLLM would still compile two sampling helpers, 4-17 s of C++ on a CPU."""
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()

@@ -124,7 +124,7 @@ def unpack(part: Tensor) -> list[Sample]:
     header, offset = _header(part)
     rows: list[dict[str, Any]] = header["samples"]
     lengths = [row.pop("length") for row in rows]
-    columns: dict[str, Sequence[Tensor]] = {}
+    columns: dict[str, Sequence[Any]] = {}
     for name, dtype in COLUMNS.items():
         end = offset + sum(lengths) * dtype.itemsize
         columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()

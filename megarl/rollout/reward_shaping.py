@@ -1,9 +1,9 @@
-"""What the objective changes of a sample's reward before any statistics: overlong shaping, truncated responses.
+"""Changes to a sample's reward before any statistics: truncated responses and overlong shaping.
 
-    scored sample --> truncated? its reward is replaced --> near the limit? less reward --> shaped sample
+    scored sample --> replace the reward of a truncated one --> subtract the overlong penalty --> shaped sample
 
-Pure. The first of the reward's operations, so that filtering, baselines and the log see the reward that is trained
-on; clipping and normalisation follow in `megarl.algorithms.objective`.
+Filtering, baselines and metrics use the shaped reward. Clipping and normalisation follow in
+`megarl.algorithms.objective`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer: int, factor: float) -> float:
-    """0 up to max_tokens - buffer, then linearly down to -factor at max_tokens: DAPO, arXiv 2503.14476, equation 13."""
+    """0 up to max_tokens - buffer, then linear down to -factor at max_tokens (DAPO, arXiv 2503.14476, equation 13)."""
     if not buffer:
         return 0.0
     return -min(max(length - (max_tokens - buffer), 0), buffer) / buffer * factor
@@ -36,12 +36,12 @@ class Shaping:
 
     @property
     def buffer(self) -> int:
-        """Tokens: what is given below 1 is a share of max_tokens."""
-        given = self.algorithm.overlong.buffer
-        return round(given * self.max_tokens) if given < 1 else round(given)
+        """In tokens; a configured value below 1 is a fraction of max_tokens."""
+        buffer = self.algorithm.overlong.buffer
+        return round(buffer * self.max_tokens) if buffer < 1 else round(buffer)
 
     def __call__(self, sample: Sample) -> Sample:
-        """A sample without a reward comes back as it is; one whose reward fp32 cannot hold loses it."""
+        """Returns unscored samples unchanged; removes a reward that overflows fp32."""
         if sample.reward is None:
             return sample
         if sample.finish == "length" and self.algorithm.truncated == "penalise":

@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.roles import Record
 from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, update_metrics
-from megarl.telemetry.progress import Watch
+from megarl.telemetry.progress import ProgressDisplay
 from megarl.telemetry.timeline import Timeline
 from megarl.types import Group, PublishReport, Rollout, StepReport
 
@@ -57,7 +57,7 @@ class Telemetry:
                 file.unlink()  # of an earlier run; its step is done again
         self._file = MetricsFile(folder / "metrics.jsonl", start=start)
         self._timeline = Timeline(folder / "timeline.json")
-        self._watch = Watch(steps=steps, start=start, name=folder.name, interactive=interactive)
+        self._progress = ProgressDisplay(steps=steps, start=start, name=folder.name, interactive=interactive)
         self._added: dict[str, Any] = {}
         self._began = time.perf_counter()
 
@@ -90,10 +90,10 @@ class Telemetry:
         self._file.write(metrics)
         if groups:
             self._write_rollouts(step, groups)
-        self._watch.show(step, metrics)
+        self._progress.show(step, metrics)
 
     def close(self) -> None:
-        self._watch.close()
+        self._progress.close()
         self._timeline.close()
         self._file.close()
 

@@ -95,12 +95,12 @@ def publish_metrics(report: PublishReport) -> dict[str, Any]:
 
 
 class MetricsFile:
-    """Appends a line a step. A resumed run drops the lines of steps it will do again."""
+    """Appends a line per step. A resumed run removes the lines of the steps that it repeats."""
 
     def __init__(self, file: Path, *, start: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(file) if line["step"] < start] if start else []
-        write_atomic(file, "".join(_line(values) for values in kept))
+        earlier = [line for line in read_metrics(file) if line["step"] < start] if start else []
+        write_atomic(file, "".join(map(_line, earlier)))
         self._out = file.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -112,13 +112,11 @@ class MetricsFile:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a kill is left out."""
-    if not file.is_file():
-        return []
-    return list(_whole_lines(file.read_text(encoding="utf-8").splitlines()))
+    """The lines of a metrics file, without those cut short when a run was killed."""
+    return list(_parse(file.read_text(encoding="utf-8").splitlines())) if file.is_file() else []
 
 
-def _whole_lines(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+def _parse(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
     for line in lines:
         try:
             values = json.loads(line)
@@ -129,6 +127,6 @@ def _whole_lines(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    """JSON has no NaN or infinity: they become null."""
+    """NaN and infinity, which JSON lacks, become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return json.dumps(finite) + "\n"

@@ -41,11 +41,11 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     _draw_ribbons(axes, between, left, right, colours)
     for stage, span in enumerate(left):
         ranks = [count for count, of in zip(sent, figures["stage_of_rank"], strict=True) if of == stage]
-        _draw_box(axes, span, -1, colours[stage], ranks, max(sent), f"stage {stage}")
+        _draw_box(axes, span, -1, colours[stage], ranks, most=max(sent), name=f"stage {stage}")
     size = len(received) // len(right)
     for replica, span in enumerate(right):
         ranks = received[replica * size : (replica + 1) * size]
-        _draw_box(axes, span, 1, INK, ranks, max(received), f"replica {replica}")
+        _draw_box(axes, span, 1, INK, ranks, most=max(received), name=f"replica {replica}")
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
     picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
@@ -101,7 +101,7 @@ def _draw_ribbons(axes: Any, between: Sequence[Sequence[int]], left: Any, right:
             axes.add_patch(PathPatch(Curve(points, codes), facecolor=colours[stage], alpha=0.45, linewidth=0))
 
 
-def _draw_box(axes: Any, span: Span, side: int, colour: Any, ranks: Sequence[int], most: int, name: str) -> None:
+def _draw_box(axes: Any, span: Span, side: int, colour: Any, ranks: Sequence[int], *, most: int, name: str) -> None:
     """`side`: -1 left, 1 right. `ranks`: bytes of each GPU."""
     import matplotlib
 

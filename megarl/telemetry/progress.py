@@ -1,4 +1,4 @@
-"""What a watcher sees of a run: a bar on a terminal, a line a step elsewhere."""
+"""Progress of a run: a bar on a terminal, otherwise a line per step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-__all__ = ["Watch", "brief"]
+__all__ = ["ProgressDisplay", "brief"]
 
-# metric, what it is called here, how it is written; the first of those present in a step is shown for each name
+# metric, label, format
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("reward/accuracy/mean", "accuracy", "{:.3f}"),
@@ -23,7 +23,7 @@ SHOWN = (
 
 
 def brief(metrics: Mapping[str, Any]) -> str:
-    """The few numbers worth a glance: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
+    """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
     has_reward = metrics.get("reward/mean") is not None
     parts = []
     for key, name, style in SHOWN:
@@ -38,8 +38,8 @@ def clock(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-class Watch:
-    """Shows each step as it ends; the remaining time is that of the recent steps' pace."""
+class ProgressDisplay:
+    """Shows each finished step, and the remaining time at the pace of recent steps."""
 
     def __init__(self, *, steps: int, start: int, name: str, interactive: bool) -> None:
         self._steps, self._start, self._name = steps, start, name
@@ -48,23 +48,23 @@ class Watch:
         self._bar: Progress | None = None
         if interactive:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[said]}"), console=Console(), transient=False)
-            self._task = self._bar.add_task(name, total=steps, completed=start, said="starting")
+            self._bar = Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(), transient=False)
+            self._task = self._bar.add_task(name, total=steps, completed=start, text="starting")
             self._bar.start()
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
         took, self._last = now - self._last, now
-        if step > self._start:  # the first step compiles and warms up: its pace says nothing
+        if step > self._start:  # the first step includes warm-up
             self._pace_s = took if self._pace_s is None else 0.9 * self._pace_s + 0.1 * took
         left = self._steps - step - 1
         eta = f"  {clock(self._pace_s * left)} left" if self._pace_s is not None and left else ""
-        said = brief(metrics) + eta
+        text = brief(metrics) + eta
         if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, said=said)
+            self._bar.update(self._task, completed=step + 1, text=text)
         else:
             width = len(str(self._steps))
-            print(f"{self._name} {step + 1:>{width}}/{self._steps}  {said}", flush=True)
+            print(f"{self._name} {step + 1:>{width}}/{self._steps}  {text}", flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""A run in one look: report.png (curves) and report.html (the picture, the last numbers, sampled text). No torch.
+"""The report of a run: report.png (curves) and report.html (curves, metrics, samples, weight sync). No torch.
 
 metrics.jsonl, rollouts/step_*.jsonl, weights_plan.json --write_report--> report.png, report.html (self-contained)
 """
@@ -18,13 +18,13 @@ from megarl.telemetry.plan_figure import draw_plan
 
 __all__ = ["PLAN", "write_report"]
 
-PLAN = "weights_plan.json"  # of a run directory; what `megarl plan --weights --json` prints
+PLAN = "weights_plan.json"  # in the run directory: the output of `megarl plan --weights --json`
 
 Rows = Sequence[Mapping[str, Any]]
 
 INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE = "#2b6cb0", "#dd6b20", "#2f855a", "#805ad5"
-# title, (metric, label, colour) of each curve, axis scale; a panel without data is left out
+# title, (metric, label, colour) of each curve, axis scale; panels without data are omitted
 PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str], ...] = (
     ("entropy", (("entropy", "entropy", BLUE),), "linear"),
     ("gradient norm", (("grad_norm", "gradient norm", BLUE),), "linear"),
@@ -42,35 +42,29 @@ HEADLINE = (
     ("accuracy/sampled", "accuracy, sampled", BLUE),
     ("reward/mean", "reward", ORANGE),
 )
-
-
-# figures of eval.jsonl: problems never trained on
-FRESH = (
-    ("accuracy", "accuracy, fresh problems", GREEN),
-    ("sampled_accuracy", "sampled accuracy, fresh problems", PURPLE),
+HELD_OUT = (  # of eval.jsonl
+    ("accuracy", "accuracy, held-out problems", GREEN),
+    ("sampled_accuracy", "sampled accuracy, held-out problems", PURPLE),
 )
 
 
 def write_report(folder: Path) -> Path:
-    """Draw `folder`; the path of report.html.
+    """Write report.png and report.html of the run in `folder`; returns the path of report.html.
 
-    Raises FileNotFoundError when there is nothing to draw.
+    Raises FileNotFoundError if no step has finished.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     if not rows:
-        raise FileNotFoundError(
-            f"{folder} has no finished step in metrics.jsonl; name a run directory, as runs/quickstart"
-        )
-    picture = folder / "report.png"
-    fresh = read_metrics(folder / "eval.jsonl")
-    with replacing(picture) as staging:
-        draw(rows, fresh, folder.name, staging)
-    write_atomic(folder / "report.html", _page(folder, rows, fresh, picture.read_bytes()))
+        raise FileNotFoundError(f"{folder} has no finished step in metrics.jsonl; give a run directory")
+    evaluations = read_metrics(folder / "eval.jsonl")
+    with replacing(folder / "report.png") as staging:
+        draw(rows, evaluations, folder.name, staging)
+    write_atomic(folder / "report.html", _page(folder, rows, evaluations, (folder / "report.png").read_bytes()))
     return folder / "report.html"
 
 
-def draw(rows: Rows, fresh: Rows, name: str, file: Path) -> None:
-    """One wide panel of reward and accuracy, small ones for what explains it."""
+def draw(rows: Rows, evaluations: Rows, name: str, file: Path) -> None:
+    """A wide panel of reward and accuracy, and a small one for each of PANELS."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,8 +77,8 @@ def draw(rows: Rows, fresh: Rows, name: str, file: Path) -> None:
     headline = [curve for curve in HEADLINE if _series(rows, curve[0])[0]]
     top = figure.add_subplot(grid[0, :])
     _panel(top, rows, "reward and accuracy", headline or (("loss", "loss", BLUE),), "linear")
-    for key, label, colour in FRESH:
-        steps, values = _series(fresh, key)
+    for key, label, colour in HELD_OUT:
+        steps, values = _series(evaluations, key)
         if values:
             top.plot(steps, values, "D:", color=colour, linewidth=0.9, markersize=5, label=label)
     if headline:
@@ -120,7 +114,7 @@ def _panel(axes: Any, rows: Rows, title: str, curves: Sequence[tuple[str, str, s
         if scale == "log":
             steps, values = [s for s, v in zip(steps, values, strict=True) if v > 0], [v for v in values if v > 0]
         marker = "o" if len(values) < 12 else None
-        if len(values) >= 24:  # what was measured stays visible behind its running mean
+        if len(values) >= 24:  # a running mean in front of the values
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
             values = _smooth(values, max(5, len(values) // 15))
         axes.plot(steps, values, color=colour, linewidth=1.7, label=label, marker=marker, markersize=3.5)
@@ -136,25 +130,16 @@ def _panel(axes: Any, rows: Rows, title: str, curves: Sequence[tuple[str, str, s
 
 
 def _label_ends(axes: Any, rows: Rows, curves: Sequence[tuple[str, str, str]]) -> None:
-    """First and last value of the first curve, so that the picture says by how much."""
+    """Annotate the first curve with its first and last value."""
     key, _, colour = curves[0]
     steps, values = _series(rows, key)
     if len(values) < 2:
         return
     few = max(1, len(values) // 20)
-    ends = ((steps[0], sum(values[:few]) / few, "left"), (steps[-1], sum(values[-few:]) / few, "right"))
-    for step, value, side in ends:
-        axes.annotate(
-            f"{value:.2f}",
-            (step, value),
-            textcoords="offset points",
-            xytext=(0, -7),
-            ha=side,
-            va="top",
-            fontsize=9,
-            color=colour,
-            weight="bold",
-        )
+    style = {"va": "top", "fontsize": 9, "color": colour, "weight": "bold"}
+    for step, ends, side in ((steps[0], values[:few], "left"), (steps[-1], values[-few:], "right")):
+        mean = sum(ends) / few
+        axes.annotate(f"{mean:.2f}", (step, mean), textcoords="offset points", xytext=(0, -7), ha=side, **style)
 
 
 STYLE = """
@@ -166,34 +151,26 @@ pre{margin:0;white-space:pre-wrap;word-break:break-word;font-size:12px}
 """
 
 
-_FRESH_TITLE = "<h2>Problems never trained on</h2>"
-
-
-def _page(folder: Path, rows: Rows, fresh: Rows, picture: bytes) -> str:
-    """One file that needs nothing beside it."""
+def _page(folder: Path, rows: Rows, evaluations: Rows, picture: bytes) -> str:
+    """A self-contained HTML document."""
     image = base64.b64encode(picture).decode()
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{html.escape(folder.name)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(folder.name)}</h1><img alt='curves' src='data:image/png;base64,{image}'>",
-        *(
-            [_FRESH_TITLE, _table(list(fresh[0]), [[_shown(v) for v in row.values()] for row in fresh])]
-            if fresh
-            else []
-        ),
-        *_sample_tables(folder),
-        *_weights(folder),
-        "<h2>First and last step</h2>",
-        _table(
-            ("metric", "first", "last"), [(k, _shown(rows[0].get(k)), _shown(v)) for k, v in rows[-1].items()], "num"
-        ),
     ]
+    if evaluations:
+        cells = [[_format(value) for value in row.values()] for row in evaluations]
+        parts += ["<h2>Held-out problems</h2>", _table(list(evaluations[0]), cells)]
+    ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in rows[-1].items()]
+    parts += [*_sample_tables(folder), *_weights(folder)]
+    parts += ["<h2>First and last step</h2>", _table(("metric", "first", "last"), ends, "num")]
     if (config := folder / "config.yaml").is_file():
         parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text(encoding='utf-8'))}</pre>")
     return "\n".join(parts) + "\n"
 
 
 def _weights(folder: Path) -> list[str]:
-    """What a weight sync moves from stages to replicas, where the launcher left its plan."""
+    """The figure of the weight sync, if the launcher has written its plan."""
     if not (folder / PLAN).is_file():
         return []
     picture = folder / "weights_plan.svg"
@@ -203,17 +180,15 @@ def _weights(folder: Path) -> list[str]:
 
 
 def _sample_tables(folder: Path, count: int = 6) -> list[str]:
-    """Some text of the first and the last rollouts."""
+    """Samples of the first and the last step."""
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     tables = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):
         lines = file.read_text(encoding="utf-8").splitlines()
         samples = [json.loads(line) for line in lines[:: max(1, len(lines) // count)][:count]]
-        body = [(s["prompt"], s["response"], s.get("answer") or "", _shown(s["reward"])) for s in samples]
-        tables += [
-            f"<h2>Samples of {file.stem.replace('_', ' ')}</h2>",
-            _table(("prompt", "response", "answer", "reward"), body),
-        ]
+        body = [(s["prompt"], s["response"], s.get("answer") or "", _format(s["reward"])) for s in samples]
+        title = f"<h2>Samples of {file.stem.replace('_', ' ')}</h2>"
+        tables += [title, _table(("prompt", "response", "answer", "reward"), body)]
     return tables
 
 
@@ -226,5 +201,5 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]], kind: str = "") -
     return f"<table><tr>{heads}</tr>{''.join(map(cells, body))}</table>"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

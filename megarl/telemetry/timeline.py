@@ -1,6 +1,6 @@
-"""What ran when, as a Chrome trace (chrome://tracing, Perfetto): nested spans of one rank.
+"""Nested spans of one rank as a Chrome trace, for chrome://tracing or Perfetto.
 
-with timeline.span("update"): ...   -->   runs/<name>/timeline.json, a whole JSON array after every flush
+with timeline.span("update"): ...   -->   runs/<name>/timeline.json, a complete JSON array after every flush
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Timeline"]
 
 
 class Timeline:
-    """Spans by name. `seconds` adds up since the last `clear`; `flush` appends to the file what ended since."""
+    """`seconds` sums up the spans of each name since the last `clear`; `flush` appends finished spans to the file."""
 
     def __init__(self, file: Path, *, rank: int = 0) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -45,7 +45,7 @@ class Timeline:
     def flush(self) -> None:
         if not self._events:
             return
-        self._out.seek(self._out.seek(0, 2) - len("\n]"))  # write over the closing bracket, then close again
+        self._out.seek(self._out.seek(0, 2) - len("\n]"))  # overwrite the closing bracket
         lead = "\n" if self._is_empty else ",\n"
         self._out.write(lead + ",\n".join(map(json.dumps, self._events)) + "\n]")
         self._out.flush()
