@@ -142,7 +142,7 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
         for _ in range(2):
             rollout = roll.collect(prompts, 2, version=1)
             assert rollout.groups == () and rollout.counts["rollout/empty"] == 1
-    with pytest.raises(CheckFailed, match="for 3 steps in a row"):
+    with pytest.raises(CheckFailed, match="empty step 3 in a row"):
         roll.collect(prompts, 2, version=2)
 
 
