@@ -20,7 +20,7 @@ from megarl.checkpoint.state import Checkpoints
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptStream
-from megarl.data.tasks import load_task
+from megarl.data.tasks import Split, load_task
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.launch.current import CurrentPhase
 from megarl.layout import Layout
@@ -97,7 +97,7 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
     )
 
 
-def make_prompts(rank: Rank, split: str = "train") -> PromptStream:
+def make_prompts(rank: Rank, split: Split = "train") -> PromptStream:
     """The prompts to train on, or with `split` "eval" the held-out ones."""
     config, task = rank.config, rank.config.task
     return PromptStream(

@@ -142,7 +142,8 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
 
 def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
     """From Megatron's own module, built without memory by a world of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         alone = Layout.of(Parallel(), 1, 0)
         init_parallel(Parallel(), alone)
