@@ -6,8 +6,8 @@ Each entry of tests/planted/ is (file, source text, replacement, test). The text
 is replaced in a temporary copy of the repository, never in the working tree; pytest then runs the test there and must
 fail in it (exit code 1), not in collection. Each run is forked from a process that has already imported torch.
 
-First all named tests must pass without a mistake. Exit code: 0 if every mistake is caught, 1 if one survives or an entry
-is out of date, 2 if the tests fail without a mistake.
+First all named tests must pass without a mistake. Exit code: 0 if every mistake is caught, 1 if one survives or an
+entry is out of date, 2 if the tests fail without a mistake.
 """
 
 from __future__ import annotations
