@@ -108,9 +108,8 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     size = layout.pp.size
     count = size * layout.vpp.size
     if num_layers < count:
-        raise ValueError(
-            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {count} chunks; lower one of the two"
-        )
+        sizes = f"{size} x {layout.vpp.size}"
+        raise ValueError(f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {sizes} chunks; lower one")
     per_chunk, rest = divmod(num_layers, count)
 
     def start(chunk: int) -> int:

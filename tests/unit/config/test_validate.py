@@ -158,7 +158,7 @@ def test_model_directories(tmp_path: Path) -> None:
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
     with pytest.raises(ValueError, match=r"are both set"):
         model_shape(parse_config({"model": {"path": str(tmp_path), "create": {}}}))
-    with pytest.raises(ValueError, match=r"no model is set: give model\.path"):
+    with pytest.raises(ValueError, match=r"no model is set; set model\.path"):
         model_shape(Config())
 
 
