@@ -1,4 +1,4 @@
-"""A rank's coordinates on each axis of parallelism. Pure arithmetic, no torch.
+"""A rank's coordinates along each axis of parallelism. Pure arithmetic, no torch.
 
 Ranks are numbered in Megatron-Core's default order ``tp-cp-ep-dp-pp``: tensor fastest, pipeline slowest. Dense
 parameters are distributed over the grid [pp, dp, cp, tp], expert parameters over [pp, edp, ep, etp] of the same ranks.
@@ -66,14 +66,15 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
-        """Coordinates of `rank` among `world` ranks. Raises ValueError if the sizes do not divide the world."""
+        """Returns the coordinates of `rank`. Raises ValueError if the sizes do not divide `world`."""
         for product, names in (
             (parallel.dense, "tensor x pipeline x context"),
             (parallel.sparse, "expert_tensor x expert x pipeline"),
         ):
             if world % product:
+                sizes = f"{names} = {product}"
                 raise ValueError(
-                    f"world size {world} is not divisible by {names} = {product}; use a multiple of {product} processes"
+                    f"world size {world} is not divisible by {sizes}; use a multiple of {product} processes"
                 )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is outside a world of {world}")
@@ -96,12 +97,12 @@ class Layout:
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
-    """The smallest number of ranks that all products of axis sizes divide."""
+    """Returns the smallest number of ranks that all products of axis sizes divide."""
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
+    """Returns the global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
 
     Chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more.
     """
@@ -111,9 +112,5 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
         sizes = f"{size} x {layout.vpp.size}"
         raise ValueError(f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {sizes} chunks; lower one")
     per_chunk, rest = divmod(num_layers, count)
-
-    def start(chunk: int) -> int:
-        return chunk * per_chunk + min(chunk, rest)
-
-    chunks = range(layout.pp.rank, count, size)
-    return tuple(range(start(chunk), start(chunk + 1)) for chunk in chunks)
+    starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]
+    return tuple(range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size))

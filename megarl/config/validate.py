@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
 __all__ = ["Job", "check_config", "model_shape"]
+
+RESERVED = (  # keys that must have their defaults
+    "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
+    "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +100,8 @@ def _check_available(config: Config) -> None:
     """Raises ValueError for settings that this version reserves but does not implement."""
     if config.stage not in ("rl", "sft"):
         raise ValueError(f"stage={config.stage} is not available in this version; choose rl or sft")
-    reserved = (
-        ("model.trust_remote_code", config.model.trust_remote_code, False),
-        ("launch.topology", config.launch.topology, "colocated"),
-        ("rollout.expert", config.rollout.expert, 1),
-        ("rollout.replicas", config.rollout.replicas, None),
-        ("rollout.max_staleness", config.rollout.max_staleness, 0),
-        ("precision.fp8", config.precision.fp8, None),
-        ("telemetry.tensorboard", config.telemetry.tensorboard, False),
-        ("telemetry.wandb", config.telemetry.wandb, None),
-    )
-    for key, value, only in reserved:
-        if value != only:
+    for key in RESERVED:
+        if (value := attrgetter(key)(config)) != (only := attrgetter(key)(Config())):
             shown, default = json.dumps(value), json.dumps(only)
             raise ValueError(f"{key}={shown} is not available in this version; leave it at {default}".replace('"', ""))
 

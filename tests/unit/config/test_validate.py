@@ -196,7 +196,7 @@ def test_a_config_json_is_refused_by_file_key_and_value(
 
 def test_a_config_json_that_is_a_list_or_lacks_a_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json holds a list, not an object"):
+    with pytest.raises(ValueError, match=r"config\.json contains a list, not an object"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
