@@ -12,10 +12,9 @@ from megarl.models.shape import Latent, ModelShape
 
 __all__ = ["ConfigReader", "read_decoder", "read_latent", "read_sizes"]
 
-SCALED = ("factor", "original_max_position_embeddings")  # keys of both kinds of scaling
-LLAMA3 = (*SCALED, "low_freq_factor", "high_freq_factor")
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # with their defaults
-ROPE_KEYS = {"default": (), "llama3": LLAMA3, "yarn": (*SCALED, *YARN, "truncate")}  # by rope_type
+SCALED = ("factor", "original_max_position_embeddings")
+ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # optional keys and their defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +33,20 @@ class ConfigReader:
         if self.raw.get(key) is None and self.raw.get(alias) is not None:
             key = alias
         value = self._get(key, default)
-        if not _is_int(value) or value < 1:
+        if type(value) is not int or value < 1:
             raise self._refused(key, value, "a whole number of at least 1")
         return value
 
     def count(self, key: str, default: int | None = 0) -> int:
         if (value := self._get(key, default)) is None:
             return 0
-        if not _is_int(value) or value < 0:
+        if type(value) is not int or value < 0:
             raise self._refused(key, value, "a whole number, or null")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self._refused(key, value, "a number above 0")
         return float(value)
 
@@ -57,7 +56,7 @@ class ConfigReader:
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(_is_int(token) and token >= 0 for token in ids):
+        if not all(type(token) is int and token >= 0 for token in ids):
             raise self._refused(key, value, "a token's id, or a list of them")
         return tuple(ids)
 
@@ -70,7 +69,7 @@ class ConfigReader:
     def only_unquantised(self) -> None:
         if quantised := self.raw.get("quantization_config"):
             shown = json.dumps(quantised)[:80]
-            raise self.error(f"quantization_config={shown} is not supported; use a copy with bf16 weights, without it")
+            raise self.error(f"quantization_config={shown} is not supported; use a bf16 copy without this key")
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
@@ -96,7 +95,8 @@ class ConfigReader:
         kind = values.get("rope_type", values.get("type", "default"))
         if kind not in kinds:
             raise self.error(f"rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}")
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
+        required, optional = ROPE_KEYS[kind], (*YARN, "truncate") if kind == "yarn" else ()
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
         for name, value in values.items():
             if name not in known and value is not None:
                 raise inner.error(f"{name}={json.dumps(value)} is not supported with rope_type={kind}")
@@ -107,30 +107,19 @@ class ConfigReader:
         if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
             raise inner.error(f"mscale and mscale_all_dim are not supported for {self.family}; remove them")
         base = inner.number("rope_theta", self.number("rope_theta", theta))
-        return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": _scaling(inner, kind)}
+        scaling = {"rope_type": kind} | {name: inner.number(name) for name in required} if required else {}
+        if kind == "yarn":
+            scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
+            scaling["truncate"] = inner.flag("truncate", True)
+        return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": scaling}
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        if value is None and default is None and key not in self.raw:
+        if default is None and key not in self.raw:
             raise ValueError(f"{self.where} has no {key!r}; choose a folder with a complete config.json")
-        return default if value is None else value
+        return default if (value := self.raw.get(key)) is None else value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
         return self.error(f"{key}={json.dumps(value)} is refused; it must be {wanted}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _scaling(config: ConfigReader, kind: str) -> dict[str, Any]:
-    if kind == "default":
-        return {}
-    if kind == "llama3":
-        return {"rope_type": kind} | {key: config.number(key) for key in LLAMA3}
-    ramp = {key: float(config.raw.get(key) or default) for key, default in YARN.items()}
-    scaled = {key: config.number(key) for key in SCALED}
-    return {"rope_type": kind} | scaled | ramp | {"truncate": config.flag("truncate", True)}
 
 
 def read_decoder(

@@ -178,7 +178,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"rope_parameters": {"rope_theta": -1}}, ["rope_parameters: rope_theta=-1"]),
         ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters has no 'factor'"]),
         ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token's id"]),
-        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "give head_dim"]),
+        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "set head_dim"]),
         ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
         ("qwen3_moe", MOE | {"num_experts_per_tok": None}, ["num_experts_per_tok=null"]),
     ],
