@@ -7,7 +7,7 @@ parameters are distributed over the grid [pp, dp, cp, tp], expert parameters ove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 __all__ = ["Axis", "Layout", "Parallel", "smallest_world", "stage_layers"]
 
@@ -30,6 +30,11 @@ class Parallel:
     @property
     def sparse(self) -> int:
         return self.expert_tensor * self.expert * self.pipeline
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """Products of sizes that divide the world size, by the names of their axes."""
+        return {"tensor x pipeline x context": self.dense, "expert_tensor x expert x pipeline": self.sparse}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,7 @@ class Layout:
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
         """Returns the coordinates of `rank`. Raises ValueError if the sizes do not divide `world`."""
-        for product, names in (
-            (parallel.dense, "tensor x pipeline x context"),
-            (parallel.sparse, "expert_tensor x expert x pipeline"),
-        ):
+        for names, product in parallel.divisors.items():
             if world % product:
                 sizes = f"{names} = {product}"
                 raise ValueError(
@@ -80,11 +82,7 @@ class Layout:
             raise ValueError(f"rank {rank} is outside a world of {world}")
 
         def digits(*sizes: int) -> list[Axis]:
-            rest, axes = rank, []
-            for size in sizes:
-                axes.append(Axis(size, rest % size))
-                rest //= size
-            return axes
+            return [Axis(size, rank // prod(sizes[:index]) % size) for index, size in enumerate(sizes)]
 
         tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)
         etp, ep, edp, _ = digits(parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline)
@@ -92,8 +90,7 @@ class Layout:
 
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        sizes = [(name, getattr(self, name).size) for name in names]
-        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1"
+        return " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1) or "1"
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:

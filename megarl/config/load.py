@@ -26,7 +26,6 @@ from megarl.config.schema import Config, Task
 
 __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
-NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, those of the named function
 RENAMED = {  # key of an earlier version -> its present name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
     "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
@@ -175,7 +174,7 @@ def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose from: {', '.join(PRESETS)}"
         raise ValueError(f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {hint}")
     preset = deepcopy(dict(PRESETS[name]))
-    for part in NAMED_OPTIONS:  # the preset's options belong to the preset's function
+    for part in ("advantage", "loss", "correction"):  # the preset's options belong to the preset's function
         if part in explicit and explicit[part] != preset.get(part):
             for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
                 preset.pop(key, None)

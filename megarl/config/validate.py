@@ -64,8 +64,8 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
-    if has_engine:
-        _check_rewards(config)
+    if has_engine and not any(reward.weight for reward in config.rewards):
+        raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
     _check_lengths(config, shape)
     _check_train(config, gpus)
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
@@ -123,12 +123,7 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
-    sizes = config.parallel.sizes
-    for product, axes in (
-        (sizes.dense, "tensor x pipeline x context"),
-        (sizes.sparse, "expert_tensor x expert x pipeline"),
-        (config.rollout.tensor, "rollout.tensor"),
-    ):
+    for axes, product in (config.parallel.sizes.divisors | {"rollout.tensor": config.rollout.tensor}).items():
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(
@@ -229,13 +224,6 @@ def _check_options(key: str, name: str, options: Mapping[str, Any], known: Seque
         near = get_close_matches(unknown, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
         raise ValueError(f"{key}_options.{unknown} is not an option of {key}={name}; {hint}")
-
-
-def _check_rewards(config: Config) -> None:
-    if not config.rewards:
-        raise ValueError("rewards is empty; add at least one, e.g. rewards: [{name: accuracy}]")
-    if not any(reward.weight for reward in config.rewards):
-        raise ValueError("every weight in rewards is 0; set at least one")
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:

@@ -11,7 +11,6 @@ from megarl.platform.env import is_installed
 
 __all__ = ["read_untabled"]
 
-PACKAGES = ("megatron.bridge", "transformer_engine")
 REFUSED = (  # keys that change the logits, which megarl's own head computes, and keys of models of more than text
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
     "text_config", "vision_config", "audio_config", "is_encoder_decoder",
@@ -21,7 +20,8 @@ REFUSED = (  # keys that change the logits, which megarl's own head computes, an
 def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> ModelShape:
     """Raises ValueError, with the `supported` families, for a model that Megatron-Bridge cannot build here."""
     raw, family = config.raw, config.raw.get("model_type")
-    if missing := [name for name in PACKAGES if folder is None or not is_installed(name)]:
+    packages = ("megatron.bridge", "transformer_engine")
+    if missing := [name for name in packages if folder is None or not is_installed(name)]:
         lacking = f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
         raise config.error(
             f"model_type={family!r} is not supported; supported: {supported}. Add a table "

@@ -224,7 +224,7 @@ def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypa
             model_shape(config)
     shape = model_shape(bridged(tmp_path, monkeypatch))
     assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (tmp_path, "mistral", 32, False)
-    with pytest.raises(ValueError, match="and name a folder with its weights"):
+    with pytest.raises(ValueError, match="and use a folder with weights"):
         parse_model(MISTRAL, "model.create")
 
 
