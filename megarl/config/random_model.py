@@ -58,10 +58,9 @@ def hf_config(create: Create) -> dict[str, Any]:
     if family.is_moe:
         values |= {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
     values |= family.random_config(values, create.experts, create.moe_intermediate or create.hidden)
-    if create.layers <= (dense_layers := values.get("first_k_dense_replace", 0)):
-        raise ValueError(
-            f"model.create: family={create.family} starts with a dense layer; set layers to {dense_layers + 1} or more"
-        )
+    if create.layers <= (dense := values.get("first_k_dense_replace", 0)):
+        remedy = f"family={create.family} needs {dense + 1} or more, because the first has no experts"
+        raise ValueError(f"model.create: layers={create.layers}, but {remedy}")
     return values
 
 

@@ -14,7 +14,7 @@ CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its k
 
 def check_model(config: Config, shape: ModelShape) -> None:
     """Raises ValueError when the model cannot be split over the trainer's or the engine's layout."""
-    sizes, engine = config.parallel, config.rollout.tensor
+    sizes, virtual, engine = config.parallel, config.parallel.virtual_pipeline, config.rollout.tensor
     for axis, ranks in (("parallel.tensor", sizes.tensor), ("rollout.tensor", engine)):
         _divides("heads", shape.heads, axis, ranks)
         _divides("shared experts' intermediate", shape.shared_intermediate, axis, ranks)
@@ -26,13 +26,10 @@ def check_model(config: Config, shape: ModelShape) -> None:
             f"kv_heads={shape.kv_heads} and rollout.tensor={engine} do not divide one another; "
             f"choose rollout.tensor from the divisors or multiples of {shape.kv_heads}"
         )
-    if sizes.virtual_pipeline > 1 and sizes.pipeline == 1:
-        raise ValueError(
-            f"parallel.virtual_pipeline={sizes.virtual_pipeline} splits pipeline stages; set it to 1, or pipeline to 2 "
-            "or more"
-        )
-    stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=sizes.virtual_pipeline)
-    stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))
+    if virtual > 1 and sizes.pipeline == 1:
+        raise ValueError(f"parallel.virtual_pipeline={virtual} splits stages; set it to 1, or pipeline to 2 or more")
+    stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual)
+    stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))  # raises if a stage would be empty
     if shape.is_moe:
         _check_experts(config, shape)
         return
@@ -88,8 +85,7 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
     for name, size in sizes.items():
         if size % 32:
             raise ValueError(
-                f"{name} = {size} is not a multiple of 32, which vLLM's experts on a CPU require; change it, or run on "
-                "a GPU"
+                f"{name} = {size} is not a multiple of 32, which vLLM's CPU experts need; change it, or use a GPU"
             )
     if shape.latent is not None:
         latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)

@@ -111,10 +111,7 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
         if value and not shape.is_moe:
             raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
         if value and shape.bridge is not None:
-            raise ValueError(
-                f"moe.{key}={value} is not supported for {shape.family}, whose routers Megatron-Bridge builds; "
-                "set it to 0"
-            )
+            raise ValueError(f"moe.{key}={value} is not supported for {shape.family} on Megatron-Bridge; set it to 0")
     if config.moe.bias_update_rate and not shape.router.expert_bias:
         raise ValueError(
             f"moe.bias_update_rate={config.moe.bias_update_rate}, but the routers of {shape.family} have no bias to "
