@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import FAMILIES, megatron_table
@@ -35,7 +36,8 @@ def engine_table(shape: ModelShape) -> Table:
     """Raises ValueError for a family without a table."""
     padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     table = megatron_table(shape, style="local", padded_vocab=padded)
-    rules = {name: tuple(map(_derived, getattr(table, name))) for name in ("embedding", "dense", "layer", "head")}
+    names = ("embedding", "dense", "layer", "head")
+    rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
     return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))
 
 
