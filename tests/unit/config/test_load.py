@@ -160,7 +160,7 @@ def test_every_documented_key_is_there_with_its_default() -> None:
     ("text", "parts"),
     [
         ("train:\n  steps: 3\n  stepz: 4\n", ["c.yaml line 3", "train.steps"]),
-        ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is given twice", "line 2", "line 3"]),
+        ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is set twice", "line 2", "line 3"]),
         ("train:\n  steps: x\n", ["c.yaml line 2", "train.steps='x'"]),
         ("train: {steps: 3\nrun: 3", ["c.yaml", "not YAML"]),
         ("- a\n", ["contains a list"]),
