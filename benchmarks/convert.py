@@ -125,7 +125,7 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
         with closing(HfFile(made / file, {name: (shapes[name], torch.bfloat16) for name in names})) as out:
             for name, size in ((name, shapes[name]) for name in names):  # one at a time: a process inherits a peak
                 elements = torch.frombuffer(bytearray(generator.bytes(2 * prod(size))), dtype=torch.bfloat16)
-                out.write(ShardSlice(name, (0,) * len(size), size, "", 0, ()), elements)
+                out.write(ShardSlice(name, (0,) * len(size), size, name, 0, elements.view(size).stride()), elements)
     (made / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     source = made
     if to == "hf":

@@ -61,7 +61,8 @@ def _per_token(
 ) -> Tensor:
     dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
     inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
-    return rule(_Tokens(*(clean(x_T.to(dtype), mask_T) for x_T in inputs), mask_T, cu_seqlens), **options)
+    new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
+    return rule(_Tokens(new_T, old_T, advantages_T, mask_T, cu_seqlens), **options)
 
 
 def reinforce(tokens: _Tokens) -> Tensor:

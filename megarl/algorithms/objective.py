@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from megarl.algorithms.losses import CLIPPED, LOSSES
 from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.selection import SELECT
 from megarl.algorithms.whitening import Stats, whiten_stats
-from megarl.config.names import CLIPS
 from megarl.config.schema import Algorithm, KlTerm
 from megarl.types import (
     LogProbs,
@@ -111,7 +109,7 @@ class Objective:
         assert batch.old_logprobs is not None
         options = dict(algorithm.token_selection_options)
         if algorithm.loss == "clip_cov":
-            options |= {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+            options |= algorithm.loss_bounds
         old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
         return SELECT[algorithm.loss](
             logprobs_T,
@@ -261,7 +259,7 @@ class _PolicyLoss:
         trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
         old_M = self.objective._old(trainer_M, rollout_M, mask_M)
         ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
-        options = _loss_options(algorithm)
+        options = algorithm.loss_bounds | algorithm.loss_options
         selected = {} if self.select_T is None else {"select_T": rows.select(self.select_T)}
         weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
         loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
@@ -304,8 +302,3 @@ def _correction(
         "importance_weight": importance_M,
         "importance_weight_squared": importance_M.double().square(),
     }
-
-
-def _loss_options(algorithm: Algorithm) -> dict[str, Any]:
-    """`algorithm.loss_options`, and of clip_low, clip_high and dual_clip those that the loss has."""
-    return {name: getattr(algorithm, name) for name in CLIPS.get(algorithm.loss, ())} | algorithm.loss_options

@@ -1,7 +1,7 @@
-"""Trainer against engine, on the tokens just sampled: how far apart their log-probs are, and what that looks like.
+"""Differences between the log-probs of trainer and engine on the tokens just sampled, and their likely cause.
 
-Both score the same tokens under the same weights and temperature, so in fp32 they agree to rounding.
-A larger difference is a fault somewhere; its shape over the batch says where to look first.
+Both score the same tokens with the same weights and temperature, so in fp32 they agree up to rounding. A larger
+difference is a fault; how it is distributed over the batch shows where to look first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Parity:
     max: float
     kl: float  # mean of k3(engine || trainer), nats per token
     share_off: float  # share of tokens that differ by more than a tenth of the maximum
-    share_above: float  # share of tokens to which the engine gave more than the trainer
+    share_above: float  # share of tokens to which the engine assigned more than the trainer
     early: float  # largest difference on the first sampled token of any row
-    row: int  # where the maximum is
+    row: int  # of the maximum
     position: int  # sampled tokens of that row before it
     trainer: float
     engine: float
@@ -36,15 +36,15 @@ class Parity:
 
 def compare(batch: TrainBatch, logprobs: LogProbs) -> Parity:
     """Compare `logprobs.old` with `batch.rollout_logprobs` where the mask is True. NaN counts as infinite."""
-    at = batch.mask.nonzero().flatten()
-    if not at.numel():
+    positions = batch.mask.nonzero().flatten()
+    if not positions.numel():
         return Parity(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0.0, 0.0)
-    trainer, engine = logprobs.old[at].double(), batch.rollout_logprobs[at].double()
+    trainer, engine = logprobs.old[positions].double(), batch.rollout_logprobs[positions].double()
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
     worst = int(diff.argmax())
     top = float(diff[worst])
-    row_of = torch.searchsorted(batch.cu_seqlens, at, right=True) - 1
+    row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     first = torch.ones_like(row_of, dtype=torch.bool)
     first[1:] = row_of[1:] != row_of[:-1]
     k3 = torch.expm1(signed.clamp(-20, 20)) - signed.clamp(-20, 20)
@@ -64,12 +64,12 @@ def compare(batch: TrainBatch, logprobs: LogProbs) -> Parity:
 
 
 def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
-    """Which of weights, sampling settings, routing or kernels the differences look like. A hint, not a verdict."""
+    """A hint at the cause: weights, sampling settings, routing or kernels."""
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (
-            f"the engine gives {side} than the trainer to nearly every token, which looks like sampling settings: "
-            f"the trainer divides logits by temperature {temperature} and knows no top-p, top-k or penalties"
+            f"the engine assigns {side} than the trainer to nearly every token, which looks like sampling settings: "
+            f"the trainer divides logits by temperature {temperature} and applies no top-p, top-k or penalties"
         )
     if parity.early < 0.01 * parity.max:
         return (

@@ -71,6 +71,7 @@ class Checkpoints:
     keep: int
     last_step: int
     asynchronous: bool = True
+    export: Callable[[int], None] | None = None  # called after every step, with its number
     say: Callable[[str], None] = print  # on rank 0
 
     def __post_init__(self, state: ObjectiveState) -> None:
@@ -88,6 +89,8 @@ class Checkpoints:
             self.finish()
         if self.every and (last or step == self.last_step or step % self.every == 0):
             self.save()
+        if self.export is not None:
+            self.export(step)
 
     def save(self) -> None:
         """Save the newest boundary, unless it is saved or nothing was trained yet. `finish` waits for the files."""

@@ -222,7 +222,8 @@ class Checkpoint(Section):
     keep: PositiveInt = 3
     asynchronous: bool = True  # write in the background, from a copy in host memory
     resume: str = "auto"  # auto | never | the folder of a checkpoint
-    export_hf: Literal["never", "end"] | PositiveInt = "never"  # a Hugging Face model at the end, or every N steps
+    # export a Hugging Face model: at the end, or every N steps and at the end
+    export_hf: Literal["never", "end"] | PositiveInt = "never"
 
 
 class Launch(Section):

@@ -94,11 +94,6 @@ def _check_available(config: Config) -> None:
     """Refuse settings that this version reserves but does not implement."""
     if config.stage not in ("rl", "sft"):
         raise ValueError(f"stage={config.stage} is not available in this version; choose rl or sft")
-    if isinstance(config.checkpoint.export_hf, int):
-        raise ValueError(
-            f"checkpoint.export_hf={config.checkpoint.export_hf}: an export every N steps is not available in this "
-            "version; choose never or end"
-        )
     reserved = (
         ("model.trust_remote_code", config.model.trust_remote_code, False),
         ("launch.topology", config.launch.topology, "colocated"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megarl.checkpoint.state import Checkpoints
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptStream
-from megarl.data.tasks import load_task
+from megarl.data.tasks import Split, load_task
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.launch.current import CurrentPhase
 from megarl.layout import Layout
@@ -96,7 +97,7 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
     )
 
 
-def make_prompts(rank: Rank, split: str = "train") -> PromptStream:
+def make_prompts(rank: Rank, split: Split = "train") -> PromptStream:
     """The prompts to train on, or with `split` "eval" the held-out ones."""
     config, task = rank.config, rank.config.task
     return PromptStream(
@@ -119,6 +120,7 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
         keep=config.checkpoint.keep,
         last_step=config.train.steps,
         asynchronous=config.checkpoint.asynchronous,
+        export=partial(export, rank, trainer),
     )
 
 
@@ -138,12 +140,16 @@ def open_rank_telemetry(rank: Rank, start: int) -> Iterator[Telemetry | Silent]:
         telemetry.close()
 
 
-def export(rank: Rank, trainer: Trainer) -> None:
-    """Write the trained weights to runs/<name>/hf, if configured."""
-    if rank.config.checkpoint.export_hf == "never":
+def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
+    """Write the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
+
+    A collective. Does nothing unless checkpoint.export_hf asks for it.
+    """
+    when = rank.config.checkpoint.export_hf
+    if when == "never" or (step is not None and (when == "end" or step % when)):
         return
     export_hf(
-        run_dir(rank.config) / "hf",
+        run_dir(rank.config) / ("hf" if step is None else f"hf_step_{step}"),
         origin=rank.model_folder,
         shapes=trainer.hf_shapes(),
         sources=trainer.slices_by_rank(),

@@ -1,7 +1,6 @@
-"""All the questions asked of a config before a process starts, and the answer in words for --dry-run.
+"""All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` does what needs only numbers; here stands what needs a task's or a reward's own check,
-which must not import torch either.
+`megarl.config.validate` checks numbers; this module adds the checks of tasks and rewards. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["describe", "preflight"]
 
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Raises ValueError or FileNotFoundError with one line for the user."""
+    """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command == "eval":
@@ -26,12 +25,12 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def describe(config: Config, job: Job) -> str:
-    """What would run: the resolved config, the processes, the arithmetic of a step."""
+    """The resolved config, the processes and the sizes of a step, as text."""
     train, shape = config.train, job.model
-    moe = f", {shape.experts} experts ({shape.experts_per_token} a token)" if shape.is_moe else ""
+    moe = f", {shape.experts} experts ({shape.experts_per_token} per token)" if shape.is_moe else ""
     per_update = job.rows // train.updates_per_step
     samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage == "rl" else ""
-    device = f"{job.gpus} GPUs a node" if job.gpus else "CPU"
+    device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     engine = f"; vLLM: {job.replicas} replicas of {config.rollout.tensor}" if config.stage == "rl" else ""
     lines = [
         resolved_yaml(config).rstrip(),

@@ -58,9 +58,9 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     watch, phase = None, CurrentPhase()
     try:
-        from megarl.launch.failure_watch import FailureWatch
-
         if env.has_launcher and not env.launched and env.num_nodes > 1:
+            from megarl.launch.failure_watch import FailureWatch
+
             watch = FailureWatch(
                 env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message, "", time.time()))
             )

@@ -1,11 +1,11 @@
-"""One step's record: metrics.jsonl, timeline.json, rollouts/step_<n>.jsonl, and the bar.
+"""Records each step in metrics.jsonl, timeline.json and rollouts/step_<n>.jsonl, and shows progress.
 
     with telemetry.step(n) as record:     starts the step's clocks
         with telemetry.span("update")     time/update, and a span of the timeline
         telemetry.add({...})              further metrics of the step, such as the memory peak of a phase
         record(rollout, update, sync)     computes the rest and writes all of it
 
-Rank 0 writes; the other ranks hold a `Silent` twin, so that the loop has no `if rank == 0`.
+Rank 0 writes. The other ranks have a `Silent` with the same methods, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megarl.types import Group, PublishReport, Rollout, StepReport
 
 __all__ = ["Silent", "Telemetry", "open_telemetry"]
 
-# time/<key> from the span of that name; a phase stands in where its part has no span of its own
+# time/<key> is the span of that name, or else that of the phase
 TIMES = {"generate": "rollout", "reward": None, "logprobs": None, "update": "train", "publish": "sync"}
 
 
 class Silent:
-    """The telemetry of every rank but 0: the same calls, nothing kept."""
+    """The telemetry of all ranks but 0: discards everything."""
 
     def step(self, step: int) -> AbstractContextManager[Record]:
         return nullcontext(lambda rollout, update, sync: None)
@@ -47,14 +47,14 @@ class Silent:
 
 
 class Telemetry:
-    """roles.Telemetry of rank 0. `facts` go into every line: world_size, layout."""
+    """roles.Telemetry of rank 0. `facts` (world_size, layout) are part of every line of metrics.jsonl."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]) -> None:
         self._folder, self._facts = folder, dict(facts)
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         for file in (folder / "rollouts").glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) >= start:
-                file.unlink()  # of an earlier run; its step is done again
+                file.unlink()  # of an earlier run; the step is repeated
         self._file = MetricsFile(folder / "metrics.jsonl", start=start)
         self._timeline = Timeline(folder / "timeline.json")
         self._progress = ProgressDisplay(steps=steps, start=start, name=folder.name, interactive=interactive)
@@ -74,7 +74,7 @@ class Telemetry:
         return self._timeline.span(name)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the present step."""
+        """Add metrics to the current step."""
         self._added.update(metrics)
 
     def _write(self, step: int, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None:
@@ -128,7 +128,5 @@ class Telemetry:
 def open_telemetry(
     folder: Path, *, rank: int, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]
 ) -> Telemetry | Silent:
-    """What rank `rank` reports to; close it at the end."""
-    if rank:
-        return Silent()
-    return Telemetry(folder, steps=steps, start=start, interactive=interactive, facts=facts)
+    """The telemetry of rank `rank`; close it at the end of the run."""
+    return Silent() if rank else Telemetry(folder, steps=steps, start=start, interactive=interactive, facts=facts)

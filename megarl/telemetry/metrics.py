@@ -1,10 +1,10 @@
-"""Numbers of one step, from what the step returned, and their file: metrics.jsonl, one JSON object a line.
+"""Metrics of one step, computed from what the roles returned, and their file: one JSON object per line.
 
-    groups --rollout_metrics--+
-    StepReport --update_metrics-+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
-    record(...) by the parts --+
+    Rollout       --rollout_metrics-+
+    StepReport    --update_metrics--+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
+    PublishReport --publish_metrics-+
 
-Keys and their meaning are ARCHITECTURE section 7. Pure functions; every rank could compute them, rank 0 does.
+Pure functions; only rank 0 calls them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.platform.atomic import write_atomic
 
-if TYPE_CHECKING:  # a report is drawn from the file without torch
+if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
 __all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
@@ -30,8 +30,8 @@ OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
 def spread_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Of all groups that were generated, before any is filtered: such with equal rewards, such of one sample."""
-    if not groups:  # a step without a single sample has the keys of any other
+    """Fractions and counts over all generated groups, before filtering: those of equal rewards, those of one sample."""
+    if not groups:  # the keys of any other step
         return {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
     flat = [len({sample.reward for sample in group.samples}) <= 1 for group in groups]
     return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
@@ -67,13 +67,13 @@ def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def update_metrics(report: StepReport) -> dict[str, Any]:
-    """Means over the updates of a step; `update/skipped` counts those that changed nothing."""
+    """Means over the updates of a step; `update/skipped` counts those that were skipped."""
     updates = report.updates
     if not updates:
         return {"updates": 0, "update/skipped": 0, **report.metrics}
     names = sorted({name for update in updates for name in update.metrics})
     return {
-        **dict.fromkeys(OF_UPDATES),  # where there is no reference, or no token
+        **dict.fromkeys(OF_UPDATES),  # without a reference or without tokens
         "loss": fmean(update.loss for update in updates),
         "grad_norm": fmean(update.grad_norm for update in updates),
         "lr": updates[-1].lr,

@@ -1,4 +1,4 @@
-"""The policy being trained. Importing anything here first gives Megatron-Core its host, where there is no GPU."""
+"""Training on Megatron-Core. Importing the package first prepares Megatron-Core for a CPU, where there is no GPU."""
 
 import logging
 import warnings
@@ -6,6 +6,6 @@ import warnings
 from megarl.platform import megatron_on_cpu
 
 megatron_on_cpu.install()
-# What it warns of is meant for writers of training scripts, and comes once a rank.
+# Its warnings are meant for authors of training scripts, and appear once a rank.
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

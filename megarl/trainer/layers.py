@@ -1,14 +1,13 @@
 """The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
 
-The local spec lacks three things, which are here: a norm that allows sequence parallelism, a core attention that
-takes packed rows, and latent attention whose gradients are whole under tensor parallelism. Shapes: T tokens of all
+The local spec lacks three things, defined here: a norm that allows sequence parallelism, a core attention that takes
+packed rows, and latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all
 rows end to end, H heads of this tensor rank, G key/value heads, D head_dim of query and key, E of value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from megarl.trainer.context_parallel import attend
+from megarl.trainer.context_parallel import attend, attend_rows, whole_rows
 from megarl.trainer.moe import use_router
 
 __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
@@ -49,8 +48,7 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
 
-    Rows of like length (up to the next power of two) are one padded call: a pad sits behind its row, so
-    causality alone keeps it out, and the padding at most doubles the tokens.
+    Rows of similar length are one padded call. Padding follows its row, so causality masks it.
     """
 
     def __init__(
@@ -72,35 +70,24 @@ class PackedAttention(torch.nn.Module):
         **_unused: Any,
     ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self.context is not None:
-            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
             return attend(query, key, value, lengths, self.context, self._attend)
-        parts, places = [], []
-        for rows_RL, is_token_RL in _like_lengths(packed_seq_params.cu_seqlens_q.tolist()):
-            index = rows_RL.flatten().to(query.device)
-            q, k, v = (
-                x.index_select(0, index).unflatten(0, rows_RL.shape).transpose(1, 2) for x in (query, key, value)
-            )  # [R, H, L, D], [R, G, L, D], [R, G, L, E]
-            out = self._attend(q, k, v)
-            kept = is_token_RL.flatten().nonzero().squeeze(-1).to(query.device)
-            parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, kept))
-            places.append(index.index_select(0, kept))
-        order = torch.argsort(torch.cat(places))
-        return torch.cat(parts).index_select(0, order).flatten(1)
+        return attend_rows(query, key, value, whole_rows(lengths), self._attend)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
-        """[R, H, L, E]: causal. `back_RLK`: how far each key stands before each query; None: whole rows."""
-        mask = None if back_RLK is None else (back_RLK >= 0)[:, None]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
+        """Causal scores, a `Score`."""
+        mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
 class SinkAttention(PackedAttention):
-    """gpt-oss's: each head has one more logit, learnt, that takes attention away; most layers see a window only."""
+    """gpt-oss: the softmax has one more logit, learned per head; every other layer has a sliding window."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **more: Any) -> None:
-        super().__init__(config, **more)
+    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
         self.softmax_offset = torch.nn.Parameter(
             torch.empty(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
         )
@@ -109,38 +96,23 @@ class SinkAttention(PackedAttention):
         skipped = layer_number % config.window_attn_skip_freq == 0
         self.window = None if skipped else config.window_size[0] + 1  # tokens, itself included
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, back_RLK: Tensor | None = None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores_RHLL = (q @ k.transpose(-1, -2)).float() * (self.scale or q.shape[-1] ** -0.5)
-        if back_RLK is None:
-            place = torch.arange(q.shape[2], device=q.device)
-            back_RLK = (place[:, None] - place)[None]
-        hidden = (back_RLK < 0) | (back_RLK >= (self.window or k.shape[2]))
+        if distance_RLK is None:
+            position_L = torch.arange(q.shape[2], device=q.device)
+            distance_RLK = (position_L[:, None] - position_L)[None]
+        hidden = (distance_RLK < 0) | (distance_RLK >= (self.window or k.shape[2]))
         scores_RHLL = scores_RHLL.masked_fill(hidden[:, None], -torch.inf)
         sinks = self.softmax_offset.float()[None, :, None, None].expand(*scores_RHLL.shape[:3], 1)
         return torch.cat([scores_RHLL, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
-def _like_lengths(cu_seqlens: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Token indices [R, L] of the rows of each length class, and which of them are tokens (the rest: pads)."""
-    classes: dict[int, list[tuple[int, int]]] = {}
-    for start, end in pairwise(cu_seqlens):
-        if end > start:
-            classes.setdefault((end - start - 1).bit_length(), []).append((start, end))
-    groups = []
-    for rows in classes.values():
-        start, end = torch.tensor(rows).T
-        index = start[:, None] + torch.arange(int((end - start).max()))
-        is_token = index < end[:, None]
-        groups.append((torch.where(is_token, index, start[:, None]), is_token))
-    return groups
-
-
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with the narrow projections whole on every tensor rank, as under Transformer Engine.
+    """Megatron's, with the narrow projections replicated on every tensor rank, as under Transformer Engine.
 
-    Megatron's local spec splits them and gathers what they give; the gradient of the key that all heads share then
-    lacks what the other ranks' heads add to it (0.16.1, 0.19.2).
+    Megatron's local spec splits them and gathers their outputs; the gradient of the key that all heads share then lacks
+    the contributions of the other ranks' heads (0.16.1, 0.19.2).
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +123,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _Whole(torch.nn.Module):
-    """A linear without bias on this rank's part of the sequence; what it returns is what Megatron's linears do."""
+    """A linear without bias on this rank's part of the sequence, which returns (output, None) as Megatron's do."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -164,10 +136,11 @@ class _Whole(torch.nn.Module):
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Three faults of an expert's bias under Megatron's local spec (0.16.1, 0.19.2). It is added in place, to what
-    autograd takes for a view of the input where nothing is reduced: the output is a tensor of its own here. And it is
-    marked as replicated over the sequence-parallel ranks, whose gradients are then added once more than the experts';
-    and not as one that each expert's rank holds, so the gradient norm leaves it out on all tensor ranks but the first.
+    """Works around three faults of an expert's bias under Megatron's local spec (0.16.1, 0.19.2).
+
+    It is added in place, to what autograd considers a view of the input where nothing is reduced, so the output is
+    cloned here. It is marked as replicated over the sequence-parallel ranks, so its gradient is reduced once too often.
+    And it is not marked as split, so the gradient norm counts it on the first tensor rank only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -225,5 +198,5 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _submodules(spec: Any) -> Any:
-    """Of a ModuleSpec, or of the partial that stands for one in 0.19."""
+    """Of a ModuleSpec, or of the partial that replaces it in 0.19."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class PolicyLearner:
     objective: Objective
     reference: Reference | None
     seed: int  # of the tokens that clip_cov draws
-    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # times "logprobs" and "update"
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
 
     @classmethod
     def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:

@@ -1,12 +1,12 @@
-"""Hidden states -> log-probability of each label and entropy; the logits exist a tile at a time, twice.
+"""Hidden states -> log-prob of each label and entropy. Logits are computed tile by tile, in forward and in backward.
 
     hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, label's z)
                                                                      two all-reduces over tp for all T
-    backward makes each tile again, turns it into its gradient in place, and multiplies that back
+    backward recomputes each tile, turns it into its gradient in place, and multiplies that with weight and hidden
 
-T positions, H hidden, C tokens and V vocabulary columns of a tile, which is as large as the device's cache likes.
-Rows of the weight that stand for no token are never multiplied, so they are out of the softmax. z = logits /
-temperature. All is fp32, the logits too: low-precision inputs are multiplied as they are and summed in fp32.
+T positions, H hidden, C tokens and V vocabulary columns of a tile, whose size fits the device's cache. Padding rows of
+the weight are never multiplied, so they are not part of the softmax. z = logits / temperature. Everything is fp32:
+low-precision inputs are multiplied as they are and accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["TokenOutputs", "VocabShard", "token_outputs"]
+from megarl.types import TokenOutputs
+
+__all__ = ["VocabShard", "token_outputs"]
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOutputs:
-    logprobs_T: Tensor  # fp32, of the label
-    entropy_T: Tensor | None  # fp32
-
-
-@dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which token ids this tensor rank's rows stand for: [start, start + size); further rows are padding."""
+    """The token ids of this tensor rank's rows of the weight: [start, start + size); further rows are padding."""
 
     start: int
     size: int
@@ -41,7 +37,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, rows: int, group: ProcessGroup) -> VocabShard:
-        """`rows` of the weight are held here, `vocab` tokens exist."""
+        """Of `vocab` tokens, this rank has `rows` rows of the weight, padding included."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)
 
@@ -56,10 +52,10 @@ def token_outputs(
     chunk: int,
     entropy: bool,
 ) -> TokenOutputs:
-    """Log-prob of `labels_T` and, if asked, entropy; both differentiable in hidden and weight.
+    """Log-prob of `labels_T` and, with `entropy`, entropy in nats; both differentiable in hidden and weight.
 
-    `hidden_TH` is whole on every tensor rank; its gradient is this rank's part, to be summed over them. `chunk` tokens
-    are read at a time. Where the weight has Megatron's fp32 `main_grad` its gradient is added there, and not returned.
+    Every tensor rank has all of `hidden_TH`; its gradient is this rank's part of a sum over them. `chunk` tokens are
+    processed at a time. If the weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
     """
     logprobs_T, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_T, shard, temperature, chunk, entropy)
     return TokenOutputs(logprobs_T, entropy_T if entropy else None)
@@ -77,22 +73,22 @@ class _VocabLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs no backward
         tiles = _Tiles(hidden_TH, weight_VH, labels_T, shard, temperature, chunk)
         total = hidden_TH.shape[0]
         lowest = torch.finfo(tiles.dtype).min  # not infinity, whose products with 0 are NaN
         max_T = hidden_TH.new_full((total,), lowest, dtype=tiles.dtype)
         sums_3T = hidden_TH.new_zeros((3, total), dtype=tiles.dtype)  # exp(z - max), exp(z - max) * (z - max), label's
-        for at, _, z_CV, row_C, here_C in tiles:
-            sums_3T[2, at] += z_CV.gather(1, row_C[:, None])[:, 0].where(here_C, 0)
-            new_max_C = torch.maximum(max_T[at], z_CV.amax(1))
-            _lower(sums_3T[:, at], max_T[at] - new_max_C)
-            max_T[at] = new_max_C
+        for tokens, _, z_CV, row_C, here_C in tiles:
+            sums_3T[2, tokens] += z_CV.gather(1, row_C[:, None])[:, 0].where(here_C, 0)
+            new_max_C = torch.maximum(max_T[tokens], z_CV.amax(1))
+            _lower(sums_3T[:, tokens], max_T[tokens] - new_max_C)
+            max_T[tokens] = new_max_C
             z_CV.sub_(new_max_C[:, None])
             exp_CV = torch.exp(z_CV, out=tiles.second(z_CV) if entropy else z_CV)
-            sums_3T[0, at] += exp_CV.sum(1)
+            sums_3T[0, tokens] += exp_CV.sum(1)
             if entropy:
-                sums_3T[1, at] += exp_CV.mul_(z_CV).sum(1)
+                sums_3T[1, tokens] += exp_CV.mul_(z_CV).sum(1)
         if dist.get_world_size(shard.group) > 1:
             global_max_T = max_T.clone()
             dist.all_reduce(global_max_T, dist.ReduceOp.MAX, group=shard.group)
@@ -112,25 +108,27 @@ class _VocabLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T = ctx.saved_tensors
         grad_logprobs_T, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_T, *ctx.reading)
-        given_T = torch.zeros_like(logsumexp_T) if grad_logprobs_T is None else grad_logprobs_T
-        # a row's factor goes onto the narrow side of both products: but with an entropy it is not one number a row
-        scale_T = (given_T if grad_entropy_T is None else torch.ones_like(given_T)) / -tiles.temperature
-        hot_T = torch.ones_like(given_T) if grad_entropy_T is None else given_T
+        grad_T = torch.zeros_like(logsumexp_T) if grad_logprobs_T is None else grad_logprobs_T
+        # a row's factor is applied to the narrow side of both products, unless entropy makes it differ within the row
+        scale_T = (grad_T if grad_entropy_T is None else torch.ones_like(grad_T)) / -tiles.temperature
+        hot_T = torch.ones_like(grad_T) if grad_entropy_T is None else grad_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
         grad_weight_VH = ctx.main_grad
         if grad_weight_VH is None:
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
-        for at, columns, z_CV, row_C, here_C in tiles:
-            z_CV.sub_(logsumexp_T[at, None])
+        for tokens, columns, z_CV, row_C, here_C in tiles:
+            z_CV.sub_(logsumexp_T[tokens, None])
             if grad_entropy_T is None:
                 grad_CV = z_CV.exp_()
             else:
-                p_CV, of_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[at]
-                constant_C = given_T[at] + of_entropy_C * entropy_T[at]
-                grad_CV = z_CV.mul_(of_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
-            grad_CV.scatter_add_(1, row_C[:, None], (-hot_T[at] * here_C)[:, None])
-            _add_product(grad_hidden_TH[at], grad_CV, weight_VH[columns])
-            scaled_CH = (tiles.hidden(at) * scale_T[at, None]).to(hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype)
+                p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[tokens]
+                constant_C = grad_T[tokens] + grad_entropy_C * entropy_T[tokens]
+                grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
+            grad_CV.scatter_add_(1, row_C[:, None], (-hot_T[tokens] * here_C)[:, None])
+            _add_product(grad_hidden_TH[tokens], grad_CV, weight_VH[columns])
+            scaled_CH = (tiles.hidden(tokens) * scale_T[tokens, None]).to(
+                hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype
+            )
             _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
         grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
         if ctx.main_grad is not None:
@@ -139,14 +137,14 @@ class _VocabLogprobs(torch.autograd.Function):
 
 
 def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
-    """Refer the first two sums to a maximum that is larger by `-by_T`."""
+    """Change the maximum of the first two sums to one that is larger by `-by_T`."""
     sums_nT[1].addcmul_(by_T, sums_nT[0])
     sums_nT[:2].mul_(by_T.exp())
 
 
 class _Tiles:
-    """Walks over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, label's column or 0,
-    whether the label is in this tile)."""
+    """Iterates over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, the label's column or
+    0, whether the label is in this tile)."""
 
     def __init__(
         self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, shard: VocabShard, temperature: float, chunk: int
@@ -160,28 +158,28 @@ class _Tiles:
         self._buffers_2n: list[Tensor] = []
 
     def __iter__(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-        for at in _slices(self._hidden_TH.shape[0], self._tokens):
-            hidden_CH = self.hidden(at)
+        for tokens in _slices(self._hidden_TH.shape[0], self._tokens):
+            hidden_CH = self.hidden(tokens)
             for columns in _slices(self._shard.size, self._columns):
-                z_CV = self._buffer(0, at.stop - at.start, columns.stop - columns.start)
+                z_CV = self._buffer(0, tokens.stop - tokens.start, columns.stop - columns.start)
                 _add_product(z_CV, hidden_CH, self._weight_VH[columns].T, beta=0.0, alpha=1 / self.temperature)
-                row_C = self._labels_T[at] - (self._shard.start + columns.start)
+                row_C = self._labels_T[tokens] - (self._shard.start + columns.start)
                 here_C = (row_C >= 0) & (row_C < z_CV.shape[1])
-                yield at, columns, z_CV, row_C.where(here_C, 0), here_C
+                yield tokens, columns, z_CV, row_C.where(here_C, 0), here_C
 
-    def hidden(self, at: slice) -> Tensor:
-        """[C, H], on a CPU in fp32: it has no product of low-precision numbers that is summed in fp32."""
-        hidden_CH = self._hidden_TH[at]
+    def hidden(self, tokens: slice) -> Tensor:
+        """[C, H]; in fp32 on a CPU, which cannot accumulate a product of low-precision numbers in fp32."""
+        hidden_CH = self._hidden_TH[tokens]
         return hidden_CH if hidden_CH.is_cuda else hidden_CH.to(self.dtype)
 
     def second(self, z_CV: Tensor) -> Tensor:
-        """Memory for as much again."""
+        """A second buffer of the same shape."""
         return self._buffer(1, *z_CV.shape)
 
-    def _buffer(self, number: int, tokens: int, columns: int) -> Tensor:
+    def _buffer(self, number: int, num_tokens: int, num_columns: int) -> Tensor:
         while len(self._buffers_2n) <= number:
             self._buffers_2n.append(self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype))
-        return self._buffers_2n[number][: tokens * columns].view(tokens, columns)
+        return self._buffers_2n[number][: num_tokens * num_columns].view(num_tokens, num_columns)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -189,7 +187,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """into = beta x into + alpha x a @ b, summed in the precision of `into`."""
+    """into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
     if a.dtype == b.dtype == into.dtype:
         torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
     elif into.is_cuda:

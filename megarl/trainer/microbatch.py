@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.layout import Axis
-from megarl.trainer.context_parallel import held_positions, row_multiple
+from megarl.trainer.context_parallel import local_positions, row_multiple
 from megarl.types import MicrobatchRows, TokenBatch
 
 __all__ = ["Microbatch", "extended", "length_of", "pack"]
@@ -51,7 +51,7 @@ def pack(
     position_P = torch.cat([torch.arange(length) for length in padded])
     is_real_P = torch.cat([torch.arange(p) < n for p, n in zip(padded, [*lengths, 0], strict=False)])
     source_P = torch.where(is_real_P, is_real_P.cumsum(0) - 1, -1)
-    local_Q = held_positions(padded, context)
+    local_Q = local_positions(padded, context)
     source = source_P[local_Q]
     is_real = source >= 0
     read = is_real.index_put((is_real,), is_read_T[index][source[is_real]]).nonzero().flatten()

@@ -1,6 +1,6 @@
-"""What routers add to the loss, weighed as the policy loss weighs its rows, and the bias that balances them instead.
+"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances them instead.
 
-    Microbatch -> RouterRows --BalancedRouter.routing--> terms on the logits' gradient, experts' tokens --> bias
+    Microbatch -> RouterRows --BalancedRouter.routing--> gradient of the logits, tokens of each expert --> bias
 
 For a row of T tokens, prompt included, E experts of which each token takes K:
 
@@ -8,10 +8,10 @@ For a row of T tokens, prompt included, E experts of which each token takes K:
                                P_e = mean of the scores of e, which sum to 1 over the experts     (1 where balanced)
     z        mean of logsumexp(logits)^2
 
-Balance is that of DeepSeek-V3 (arXiv 2412.19437, eq. 17-20), Switch's (arXiv 2101.03961, eq. 4-6) row by row; z is
-ST-MoE's (arXiv 2202.08906, eq. 5). A row weighs what its tokens weigh in the policy loss, so sums over micro-batches
-and ranks do not depend on how rows lie on them; padding is no token. Only counts travel: f has no gradient, and P is
-a sum over tokens whose gradients meet in the router's weight.
+Balance is that of DeepSeek-V3 (arXiv 2412.19437, eq. 17-20): Switch's (arXiv 2101.03961, eq. 4-6) row by row. z is
+ST-MoE's (arXiv 2202.08906, eq. 5). A row's weight is the sum of its tokens' weights in the main loss, so sums over
+micro-batches and ranks do not depend on how rows are distributed; padding does not count. Ranks exchange counts only:
+f has no gradient, and P is a sum over tokens whose gradients are added up in the router's weight.
 Shapes: N local tokens, R rows of a micro-batch.
 """
 
@@ -48,11 +48,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RouterRows:
-    """A micro-batch as this rank's routers see it."""
+    """The rows of a micro-batch, for this rank's tokens."""
 
     row_N: Tensor  # [N] int64, R for padding
     length_R: Tensor  # [R] fp32, of the whole row
-    weight_R: Tensor  # [R] fp32, its part of the loss
+    weight_R: Tensor  # [R] fp32, its share of the loss
 
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
@@ -84,7 +84,7 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 
 
 def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
-    """[R]: what this rank's tokens add to each row's balance; the ranks of `group` hold the rest of the rows."""
+    """[R]: what this rank's tokens contribute to each row's balance; the ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
     if group is not None and group.size() > 1:
@@ -95,41 +95,41 @@ def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGro
 
 
 def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
-    """[R]: what this rank's tokens add to each row's z."""
+    """[R]: the contribution of this rank's tokens to each row's z."""
     return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's, and what the update that is going on asks of it.
+    """Megatron's router with the auxiliary losses of the current update.
 
-    Its calls with gradient enabled come in the order of the micro-batches, whether they are the forward pass or,
-    where activations are recomputed, part of the backward pass: so the n-th is about the n-th.
+    Its calls with gradient enabled come in the order of the micro-batches, in the forward pass or, where activations
+    are recomputed, in the backward pass: the n-th call is for the n-th micro-batch.
     """
 
-    terms: RouterLosses | None = None
+    losses: RouterLosses | None = None
     calls = 0
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.terms is None or not torch.is_grad_enabled():
+        if self.losses is None or not torch.is_grad_enabled():
             return super().routing(logits, *args, **kwargs)
-        rows = self.terms.rows[self.calls]
+        rows = self.losses.rows[self.calls]
         self.calls += 1
         if rows.length_R.numel():
-            logits = MoEAuxLossAutoScaler.apply(logits, self.terms.loss(self, logits.flatten(0, -2), rows))
+            logits = MoEAuxLossAutoScaler.apply(logits, self.losses.loss(self, logits.flatten(0, -2), rows))
         probs, chosen_NE = super().routing(logits, *args, **kwargs)
-        self.terms.count(self, rows.sums(chosen_NE.float()).sum(0))
+        self.losses.count(self, rows.sums(chosen_NE.float()).sum(0))
         return probs, chosen_NE
 
 
 def use_router(layer: Any) -> None:
-    """Have the spec of a layer with experts build our router; its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
+    """Make a layer's spec build BalancedRouter; the spec of its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
     mlp = layer.submodules.mlp
     parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
     parts.router = BalancedRouter
 
 
 class RouterLosses:
-    """The routers of this rank's chunks through one update: `begin`, forward and backward passes, `finish`."""
+    """The routers of this rank's chunks during one update: `begin`, forward and backward passes, `finish`."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe: Moe, shape: ModelShape, tensor: Axis) -> None:
         self._moe = moe
@@ -147,16 +147,16 @@ class RouterLosses:
             f"moe/{name}": torch.zeros((), dtype=torch.float64, device=device) for name in ("aux_loss", "z_loss")
         }
         for router in self._routers:
-            router.terms, router.calls = self, 0
+            router.losses, router.calls = self, 0
             self._counts[router] = torch.zeros(self._num_experts, device=device)
 
     def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
-        """0-d: this rank's part of the terms of one layer and micro-batch."""
+        """0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
         moe = self._moe
-        over = rows.as_one() if moe.aux_loss_type == "megatron" else rows
+        balance_rows = rows.as_one() if moe.aux_loss_type == "megatron" else rows
         scores_NE = scores_of(logits_NE, router.score_function)
-        balance_R = balance(scores_NE, over, topk=router.topk, group=router.tp_cp_group)
-        aux = (over.weight_R * balance_R).sum()
+        balance_R = balance(scores_NE, balance_rows, topk=router.topk, group=router.tp_cp_group)
+        aux = (balance_rows.weight_R * balance_R).sum()
         z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()
         for name, value in (("moe/aux_loss", aux), ("moe/z_loss", z)):
             self._sums[name] = self._sums[name] + value.detach() / self._num_layers
@@ -166,16 +166,16 @@ class RouterLosses:
         self._counts[router] += tokens_E
 
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """This rank's part of each term, a mean over the layers, before its coefficient. `step`: biases move too."""
+        """This rank's part of each loss, averaged over layers, without its coefficient. `step`: update biases too."""
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
-            router.terms = None
+            router.losses = None
         if step and self._moe.bias_update_rate:
-            self._move_biases()
+            self._update_biases()
         return self._sums
 
     @torch.no_grad()
-    def _move_biases(self) -> None:
+    def _update_biases(self) -> None:
         """Experts with more tokens in this update than the mean become less likely, others more (DeepSeek-V3)."""
         for router in self._routers:
             tokens_E = self._counts[router]
@@ -185,8 +185,8 @@ class RouterLosses:
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Megatron's dispatchers keep the probabilities they saw last, and with their graph the parameters and all that
-    hangs on these: a cycle that no collector sees, so the model would never go."""
+    """Drop the tensors of the last batch that Megatron's dispatchers keep: their graph holds the parameters, in a cycle
+    that the garbage collector does not see, so the model would never be freed."""
     for module in (module for chunk in chunks for module in chunk.modules()):
-        kept: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
-        kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})
+        state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+        state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

@@ -81,7 +81,7 @@ class PlanExecutor:
             wait = self._transport.start(
                 {m.receiver: flat for m, flat in outgoing}, {m.sender: flat for m, flat in incoming}
             )
-            outgoing = self._pack_round(number + 1, parameters, sums, relays=False)  # while this round is in flight
+            following = self._pack_round(number + 1, parameters, sums, relays=False)  # while this round is in flight
             for message in messages:
                 if include_local and message.sender == message.receiver:
                     on_bucket(message, self.pack(message, parameters))
@@ -93,7 +93,7 @@ class PlanExecutor:
                 sums.received[message.index] = checksum(flat)
                 on_bucket(message, flat)
             arrived = {relay_buffer(m.sender): flat for m, flat in incoming}
-            outgoing += self._pack_round(number + 1, {**parameters, **arrived}, sums, relays=True)
+            outgoing = following + self._pack_round(number + 1, {**parameters, **arrived}, sums, relays=True)
         return sums
 
     def pack(self, message: Message, memory: Mapping[str, Tensor]) -> Tensor:

@@ -32,9 +32,9 @@ class RecordedSlices:
     """Coordinates are ranks, and each tensor counts as a layer. Receivers list their slices in the engine's order."""
 
     def __init__(self, sources: SlicesByRank, destinations: SlicesByRank, ranks_per_node: int, max_numel: int) -> None:
-        places = [(place, rank, part) for rank, own in enumerate(destinations) for place, part in enumerate(own)]
+        places = [(place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices)]
         self.groups = transfer_groups(
-            ((rank, part) for rank, own in enumerate(sources) for part in own),
+            ((rank, part) for rank, slices in enumerate(sources) for part in slices),
             ((rank, part) for _, rank, part in sorted(places, key=lambda entry: entry[:2])),
             max_numel=max_numel,
         )
@@ -86,8 +86,8 @@ class FleetTables:
         engine_etp = self._engines[0].etp.size
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
         self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
-        for of_side, size in zip(self._tables, self._sizes[True], strict=True):
-            for part in (part for rule in of_side.expert for part in rule.slices(Axis(size))):
+        for one_side, size in zip(self._tables, self._sizes[True], strict=True):
+            for part in (part for rule in one_side.expert for part in rule.slices(Axis(size))):
                 self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
         leading = shape.dense_layers
         layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}

@@ -116,8 +116,8 @@ class _Scheduler:
         for _ in range(MAX_PASSES):
             # what does not fit even alone waits; the rest, in order, up to the room there is
             able[place[(numel > room[resource]) & (room[resource] < self._full[resource])]] = False
-            kept = able[place]
-            place, resource, numel = place[kept], resource[kept], numel[kept]
+            remaining = able[place]
+            place, resource, numel = place[remaining], resource[remaining], numel[remaining]
             if not len(place):
                 break
             before = _before(resource, numel)

@@ -308,9 +308,8 @@ class Publisher:
         if not errors and read_back:
             counts = torch.stack([count for _, count in read_back]).tolist()  # one wait for the device
             wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
-            errors += (
-                [f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"] if wrong else []
-            )
+            if wrong:
+                return f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"
         return errors[0] if errors else None
 
     def _compare(self, sums: BucketChecksums) -> None:
@@ -320,9 +319,8 @@ class Publisher:
         if not changed:
             return
         mine = [m for m in self.executor.messages if m.index in changed and m.receiver == self.transport.rank]
-        shown = [
-            text for texts in self.transport.gather([self.executor.describe(m) for m in mine[:4]]) for text in texts
-        ]
+        texts = self.transport.gather([self.executor.describe(message) for message in mine[:4]])
+        shown = [text for of_rank in texts for text in of_rank]
         raise CheckFailed(
             f"{len(changed)} of {len(sent)} messages were not received as sent: {'; '.join(shown[:4])}; "
             "if it happens again, suspect the link or the memory of these ranks"
@@ -351,9 +349,9 @@ class Publisher:
 
     def _check_probe(self) -> None:
         """Both sides score the probe; all ranks refuse when one replica is off."""
-        probe, worst = self.probe, (0.0, 0.0)
-        if probe is None:
+        if (probe := self.probe) is None:
             return
+        worst = (0.0, 0.0)
         trainer = probe.trainer(probe.tokens_NL).double().cpu() if self.sender else None
         trainer = next(scores for scores in self.transport.gather(trainer) if scores is not None)
         if self.receiver:

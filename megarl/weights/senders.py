@@ -78,13 +78,13 @@ def assign_senders(placement: Placement) -> Hops:
     nodes = list(_by_node(receivers, per_node))
     collector = _Collector(per_node)
     for number in range(len(placement.groups)):
-        of, holders = placement.instances(number), placement.holders(number)
-        for part in np.unique(of.part).tolist():
-            chosen = np.flatnonzero(of.part == part)
-            columns = (of.layer[chosen], of.expert[chosen], of.position[chosen])
+        instances, holders = placement.instances(number), placement.holders(number)
+        for part in np.unique(instances.part).tolist():
+            chosen = np.flatnonzero(instances.part == part)
+            columns = (instances.layer[chosen], instances.expert[chosen], instances.position[chosen])
             for node, keepers in _by_node(placement.keepers(number, part), per_node).items():
-                turn = of.turn[chosen] + number + nodes.index(node)
-                collector.add(number, columns, holders[of.key[chosen]], keepers, turn)
+                turn = instances.turn[chosen] + number + nodes.index(node)
+                collector.add(number, columns, holders[instances.key[chosen]], keepers, turn)
     offsets, starts = np.zeros(placement.world, dtype=np.int64), placement.layer_starts
     lanes, period = placement.lanes, placement.period
     for index, rank in enumerate(receivers):
@@ -118,18 +118,18 @@ class _Collector:
         keepers: Sequence[int],  # on one node
         turn: Ints,  # [instances] whose turn it is to send and to relay
     ) -> None:
-        count, kept = holders.shape[1], np.array(keepers)
+        count, ranks = holders.shape[1], np.array(keepers)
         near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
-        is_near, first = near.any(1), kept[turn % len(kept)]
+        is_near, first = near.any(1), ranks[turn % len(ranks)]
         # the next in turn, of those on the node where there are any
         order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
         sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
         for keeper in keepers:
             direct = np.flatnonzero(is_near | (first == keeper))
-            own = (holders[direct] == keeper).any(1)
+            is_local = (holders[direct] == keeper).any(1)
             columns = (np.full(len(direct), group), *(column[direct] for column in instances))
-            self._hops.append((*columns, np.where(own, keeper, sender[direct]), np.full(len(direct), keeper)))
-            far, others = np.flatnonzero(~is_near[direct]), kept[kept != keeper]
+            self._hops.append((*columns, np.where(is_local, keeper, sender[direct]), np.full(len(direct), keeper)))
+            far, others = np.flatnonzero(~is_near[direct]), ranks[ranks != keeper]
             self._relays.append((np.repeat(self._count + far, len(others)), np.tile(others, len(far))))
             self._count += len(direct)
 

@@ -68,11 +68,11 @@ def transfer_groups(
     `is_expert`: all tensors of an expert form one unit, else each tensor is one.
     Raises ValueError naming the tensor when the sources overlap, or do not cover a destination.
     """
-    held, kept = _by_rectangle(sources), _by_rectangle(destinations)
+    senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
     groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
-    for unit, (name, rectangles) in enumerate(kept.items()):
-        _refuse_overlaps(name, held.get(name, {}))
-        for overlap in _overlaps(name, held.get(name, {}), rectangles):
+    for unit, (name, rectangles) in enumerate(receivers.items()):
+        _refuse_overlaps(name, senders.get(name, {}))
+        for overlap in _overlaps(name, senders.get(name, {}), rectangles):
             key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
             groups.setdefault(key, []).append(overlap)
     return [group for (unit, *_), overlaps in groups.items() for group in _cut(overlaps, unit, max_numel)]
@@ -94,8 +94,8 @@ def _by_rectangle(
     return by_name
 
 
-def _refuse_overlaps(name: str, held: Iterable[Rectangle]) -> None:
-    for one, other in combinations(held, 2):
+def _refuse_overlaps(name: str, rectangles: Iterable[Rectangle]) -> None:
+    for one, other in combinations(rectangles, 2):
         if intersect(one, other) is not None:
             shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
             raise ValueError(f"{name}: two source rectangles overlap, {shown}")
@@ -103,14 +103,14 @@ def _refuse_overlaps(name: str, held: Iterable[Rectangle]) -> None:
 
 def _overlaps(
     name: str,
-    held: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
-    kept: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+    sources: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+    destinations: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
 ) -> Iterator[Overlap]:
     # a coordinate that keeps a region twice has it in a second entry
     regions: dict[tuple[Rectangle, int], tuple[dict[int, ShardSlice], dict[int, ShardSlice]]] = {}
-    for wanted, keepers in kept.items():
+    for wanted, keepers in destinations.items():
         covered = 0
-        for rectangle, holders in held.items():
+        for rectangle, holders in sources.items():
             if (region := intersect(rectangle, wanted)) is None:
                 continue
             covered += prod(region[1])

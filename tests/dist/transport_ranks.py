@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -83,9 +84,9 @@ class Recorded(Collective):
         self.sleeps_before_barrier = 0.0
         self.flips: tuple[int, int, int] | None = None  # (round, sender, receiver): a bit of that message
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, what: str, timeout: timedelta | None = None) -> None:
         time.sleep(self.sleeps_before_barrier)
-        super().barrier(what)
+        super().barrier(what, timeout)
 
     def start(self, outgoing, incoming):
         round_ = len(self.trace)

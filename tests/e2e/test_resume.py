@@ -32,7 +32,11 @@ def losses(folder: Path, name: str = "loss") -> dict[int, float]:
 
 @pytest.mark.long
 def test_resume(tmp_path: Path) -> None:
-    whole = sft(tmp_path, "whole", 4)
+    whole = sft(tmp_path, "whole", 4, "checkpoint.export_hf=2")  # which must not change what is trained
+    halfway, last = (load_file(tmp_path / "whole" / f"hf_step_{step}" / "model.safetensors") for step in (2, 4))
+    assert all(torch.equal(whole[name], last[name]) for name in whole)
+    assert not all(torch.equal(whole[name], halfway[name]) for name in whole)
+    assert len(list((tmp_path / "whole").glob("hf*"))) == 3
     assert min(losses(tmp_path / "whole", "memory/train/peak_gb").values()) > 0.1, "each phase reports its peak"
     for name in ("again", "other_layout", "fresh"):  # as if each had been stopped after its second checkpoint's step
         shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", tmp_path / name / "checkpoints" / "step_2")

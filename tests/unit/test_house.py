@@ -102,7 +102,7 @@ def vague_names(sources: Sources) -> list[str]:
 
 
 def deep_inheritance(sources: Sources) -> list[str]:
-    """Classes of the package with a base whose own base is a class of the package."""
+    """Classes of the package with a base whose own base is a class of the package; the batches of types.py may be."""
     bases: dict[str, list[str]] = {}
     for text in sources.values():
         for node in ast.walk(ast.parse(text)):

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from megarl.types import CheckFailed
 
 __all__ = ["Collective"]
 
-TIMEOUT_S = 600.0
 DIAGNOSIS_S = 10.0  # how long the survivors of a failed collective wait for each other
 _INSTANCES = count()  # of this process: every rank makes as many, in the same order
 
 
 class Collective:
-    """`group=None`: the whole world, whose ranks the plan counts."""
+    """`group=None`: the whole world, whose ranks the plan counts. `timeout_s=None`: torch's own default."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
         self._barriers = count()
         store: Any = dist.distributed_c10d._get_default_store()  # the one through which the ranks met
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
@@ -65,10 +65,8 @@ class Collective:
 
         return wait
 
-    def barrier(self, what: str) -> None:
-        self._barrier(what, self._timeout)
-
-    def _barrier(self, what: str, timeout: timedelta) -> None:
+    def barrier(self, what: str, timeout: timedelta | None = None) -> None:
+        timeout = timeout or self._timeout
         number = str(next(self._barriers))
         verdict = f"{number}/verdict"  # set once, by the last to come or the first to give up; all ranks follow it
         self._store.set(f"{number}/{self.rank}", "here")
@@ -104,5 +102,5 @@ class Collective:
             collective()
         except RuntimeError as error:
             what = f"the end of a sync of weights ({' '.join(str(error).split())})"
-            self._barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
+            self.barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
             raise CheckFailed(f"a sync of weights failed between ranks that are all there: {error}") from error

@@ -59,6 +59,12 @@ def test_equal_scores_give_exactly_zero(name, dtype, value):
     assert not ADVANTAGES[name](*scores([value] * 8, dtype=dtype)).any()
 
 
+@pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp_baseline"])
+def test_scores_that_differ_by_rounding_are_equal(name):
+    assert 0.1 + 0.2 != 0.3
+    assert not ADVANTAGES[name](*scores([0.1 + 0.2, 0.3, 0.3])).any()
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 def test_groups_do_not_see_one_another_and_sum_to_zero(name):
     mixed = per_row(name, [1.0, 70.0, 0.0, 90.0, 1.0, 20.0], group=[1, 2, 1, 2, 1, 2])

@@ -77,6 +77,13 @@ def test_the_greedy_baseline_is_normalised_as_the_rewards_are():
     torch.testing.assert_close(scored.advantages[last_trained(batch)], expected)
 
 
+def test_the_greedy_baseline_is_clipped_as_the_rewards_are():
+    batch = replace(make_batch(num_prompts=1), baseline=torch.full((4,), 3.0))
+    batch = with_rewards(batch, [0.0, 1.0, 2.0, 5.0])
+    scored, _ = advantages_of(batch, algorithm(advantage="remax", reward_clip=(0.0, 2.0)))
+    torch.testing.assert_close(scored.advantages[last_trained(batch)], torch.tensor([0.0, 1.0, 2.0, 2.0]) - 2.0)
+
+
 def test_only_outcomes_are_touched():
     """A row whose reward only sums up its steps keeps them."""
     batch = with_rewards(make_batch(num_prompts=1), [1.0, 2.0, 3.0, 4.0])

@@ -84,7 +84,6 @@ def test_torchrun_sets_the_world() -> None:
         ({"model": {"trust_remote_code": True}}, {}, ["model.trust_remote_code=true", "false"]),
         ({"stage": "dpo"}, {}, ["stage=dpo", "rl or sft"]),
         ({"stage": "reward_model"}, {}, ["stage=reward_model", "rl or sft"]),
-        ({"checkpoint": {"export_hf": 5}}, {}, ["checkpoint.export_hf=5", "never or end"]),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
         ({"telemetry": {"tensorboard": True}}, {}, ["telemetry.tensorboard=true", "false"]),

@@ -9,8 +9,9 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.layout import Layout, Parallel
+from megarl.layout import Axis, Layout, Parallel
 from megarl.models.registry import FAMILIES, hf_shapes, megatron_slices, read_model
+from megarl.models.shards import Qkv
 
 DENSE = [
     (Parallel(), 1),
@@ -102,6 +103,16 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
                 )
                 assert extent == elements, f"{param}: slices leave holes or overlap"
     assert all((count > 0).all() for count in held.values())
+
+
+def test_a_group_is_its_queries_then_its_key_then_its_value():
+    rule = Qkv(("q", "k", "v"), "qkv", heads=4, kv_heads=2, head_dim=3, rest=())
+    both = [(part.name, part.start, part.shape, part.offset) for part in rule.slices(Axis(1))]
+    first = [("q", (0,), (6,), 0), ("k", (0,), (3,), 6), ("v", (0,), (3,), 9)]
+    second = [("q", (6,), (6,), 12), ("k", (3,), (3,), 18), ("v", (3,), (3,), 21)]
+    assert both == first + second
+    on_rank_1 = [(part.name, part.start, part.shape, part.offset + 12) for part in rule.slices(Axis(2, 1))]
+    assert on_rank_1 == second
 
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(saved, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema import Config
+from megarl.config.validate import model_shape
 from megarl.layout import Parallel
 from megarl.models.engine import engine_layout
-from megarl.planner.cost import Links, price_plan
+from megarl.models.registry import padded_vocab
+from megarl.planner.cost import LINKS, Links, price_plan
 from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.weights.fleet import Fleet
-from megarl.weights.plan import plan_recorded
+from megarl.weights.plan import plan_recorded, plan_transfers
 from tests.unit.weights.test_plan import whole
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -74,6 +77,28 @@ def test_large_model_colocated() -> None:
     for ranks in (plan.message_sender, plan.message_receiver):
         load = np.bincount(plan.message_round[moved] * 64 + ranks[moved], plan.message_bytes[moved])
         assert load.max() <= figures["round_bytes"]
+
+
+SMALL_FLEETS = {  # of 16 layers: with little to relay and much, more receivers than senders and fewer
+    "colocated, a stage on each node": (True, 16, 8, Parallel(tensor=4, pipeline=2, expert=8)),
+    "colocated, two replicas on a node": (True, 32, 4, Parallel(tensor=2, pipeline=4, expert=8)),
+    "colocated, one stage": (True, 32, 4, Parallel(tensor=2, expert=32)),
+    "split, a node has more ranks than a stage": (False, 16, 4, Parallel(tensor=4, pipeline=4, expert=4)),
+    "split, few senders": (False, 8, 8, Parallel(tensor=2, pipeline=4, expert=2)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_FLEETS)
+def test_links_stay_busy_on_small_fleets(name: str) -> None:
+    is_colocated, trainers, tensor, parallel = SMALL_FLEETS[name]
+    shape = replace(model_shape(large("qwen3_235b_a22b")), layers=16)
+    replicas = (trainers if is_colocated else 32) // tensor
+    fleet = Fleet(parallel, trainers, tensor, replicas, is_split=not is_colocated)
+    padded = padded_vocab(shape.vocab, parallel.tensor)
+    plan = plan_transfers(shape, fleet, padded_vocab=padded, itemsize=2, round_bytes=512 << 20)
+    cost = price_plan(plan, fleet, LINKS["h100"])
+    assert 1.0 <= cost.transfer_seconds / cost.floor_seconds < 1.3
+    assert cost.predicted_seconds / cost.floor_seconds < 1.6
 
 
 def test_processes_per_node_and_split_ranks() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.schedule import Request, Rollouts, has_spread, request_seed
+from megarl.rollout.schedule import Request, Rollouts, digest_samples, has_spread, request_seed
 from megarl.types import CheckFailed, Group, Prompt, Sample
 
 
@@ -142,7 +142,7 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
         for _ in range(2):
             rollout = roll.collect(prompts, 2, version=1)
             assert rollout.groups == () and rollout.counts["rollout/empty"] == 1
-    with pytest.raises(CheckFailed, match="for 3 steps in a row"):
+    with pytest.raises(CheckFailed, match="empty step 3 in a row"):
         roll.collect(prompts, 2, version=2)
 
 
@@ -207,3 +207,11 @@ def test_digest_sees_every_token_and_its_place():
 
     assert digest_of() == digest_of()
     assert len({digest_of(), digest_of(run_seed=8), digest_of(samples_per_prompt=2)}) == 3
+
+
+def test_digest_sees_which_sample_it_is():
+    def digest_of(prompt_id: int, index: int) -> str:
+        tokens = torch.tensor([1, 2])
+        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), (0, 0), "stop")])
+
+    assert len({digest_of(0, 0), digest_of(0, 1), digest_of(1, 0)}) == 3

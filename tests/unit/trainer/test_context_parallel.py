@@ -9,13 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.layout import Axis
 from megarl.trainer import context_parallel
-from megarl.trainer.context_parallel import held_positions, row_multiple
+from megarl.trainer.context_parallel import local_positions, row_multiple
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_position_is_held_once_and_work_is_equal(size: int) -> None:
     lengths = [row_multiple(size) * chunks for chunks in (3, 1, 5)]
-    held = [held_positions(lengths, Axis(size, rank)) for rank in range(size)]
+    held = [local_positions(lengths, Axis(size, rank)) for rank in range(size)]
     assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
     in_row = torch.cat([torch.arange(length) for length in lengths])
     seen = [int((in_row[mine] + 1).sum()) for mine in held]  # pairs of query and key
@@ -29,7 +29,7 @@ def test_the_split_is_megatrons() -> None:
     angles = torch.arange(24.0)
     for rank in range(3):
         theirs = _get_thd_freqs_on_this_cp_rank(rank, 3, torch.zeros(8, 1), angles)
-        assert theirs.tolist() == held_positions([24], Axis(3, rank)).tolist()
+        assert theirs.tolist() == local_positions([24], Axis(3, rank)).tolist()
 
 
 class Ranks:
@@ -64,7 +64,7 @@ def test_attention_of_the_chunks_is_that_of_whole_rows(
         seen = (back_RLK >= 0)[:, None]
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
-    held = [held_positions(lengths, Axis(size, rank)) for rank in range(size)]
+    held = [local_positions(lengths, Axis(size, rank)) for rank in range(size)]
     both = torch.cat([key, value], -1)[torch.cat(held)]
     monkeypatch.setattr(context_parallel, "gather_from_sequence_parallel_region", lambda _mine, group: both)
     for rank, mine in enumerate(held):

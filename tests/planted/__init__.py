@@ -1,0 +1,12 @@
+"""Mistakes that tests/mutants.py plants: (file below megarl/, source text, replacement, test below tests/)."""
+
+from planted.algorithms import ALGORITHMS
+from planted.batches import BATCHES
+from planted.models import MODELS
+from planted.system import SYSTEM
+from planted.trainer import TRAINER
+
+__all__ = ["MUTANTS", "SMALLEST"]
+
+MUTANTS = [*ALGORITHMS, *BATCHES, *MODELS, *SYSTEM, *TRAINER]
+SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]

@@ -1,0 +1,160 @@
+"""Mistakes in the maths."""
+
+FORMULAS = "unit/algorithms/test_formulas.py"
+PROPERTIES = "unit/algorithms/test_properties.py"
+ENUMERATION = "unit/algorithms/test_enumeration.py"
+HOSTILE = "unit/algorithms/test_hostile.py"
+GOLDEN = "unit/algorithms/test_golden.py"
+
+ALGORITHMS = [
+    (
+        "algorithms/rows.py",
+        "centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V",
+        "centred_V",
+        f"{ENUMERATION}::test_rloo_is_unbiased",
+    ),
+    (
+        "algorithms/rows.py",
+        "y_L[:-reach] += decay**reach * y_L[reach:]",
+        "y_L[:-reach] += decay * y_L[reach:]",
+        f"{FORMULAS}::test_returns_are_the_double_loop_and_skip_holes",
+    ),
+    (
+        "algorithms/losses.py",
+        "ratio_T.clamp(1 - clip_low, 1 + clip_high))",
+        "ratio_T.clamp(1 - clip_high, 1 + clip_low))",
+        f"{FORMULAS}::test_ppo_clip_is_the_piecewise_weight",
+    ),
+    (
+        "algorithms/kl.py",
+        "return value_T.detach() + (k2_T - k2_T.detach())",
+        "return value_T + (k2_T - k2_T.detach())",
+        f"{ENUMERATION}::test_the_expected_gradient_is_that_of_the_kl",
+    ),
+    (
+        "algorithms/rows.py",
+        "return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()",
+        "return (total_V / size_V.clamp(min=1)).sqrt()",
+        f"{FORMULAS}::test_three_answers_right_wrong_right",
+    ),
+    (
+        "algorithms/rows.py",
+        "torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)",
+        "torch.where(self.size_V > 0, centred_V, 0)",
+        f"{FORMULAS}::test_scores_that_differ_by_rounding_are_equal",
+    ),
+    (
+        "algorithms/rows.py",
+        "next_K.index_fill(0, ends_N - 1, 0)",
+        "next_K",
+        f"{FORMULAS}::test_gae_at_its_ends",
+    ),
+    (
+        "algorithms/advantages.py",
+        "gamma * batch.rows.next(values_T) - values_T",
+        "gamma * batch.rows.next(values_T)",
+        f"{FORMULAS}::test_gae_at_its_ends",
+    ),
+    (
+        "algorithms/advantages.py",
+        "groups.sum(length_N * centred_N)",
+        "groups.sum(centred_N)",
+        f"{GOLDEN}::test_entries[basic-f64]",
+    ),
+    (
+        "algorithms/advantages.py",
+        'WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")',
+        'WHITENED = ("reinforce_pp_baseline", "gae")',
+        f"{FORMULAS}::test_reinforce_pp_is_whitened_over_tokens_of_the_whole_batch",
+    ),
+    (
+        "algorithms/advantages.py",
+        "- batch.rows.spread(baseline_N.double())",
+        "+ batch.rows.spread(baseline_N.double())",
+        f"{GOLDEN}::test_entries[basic-f64]",
+    ),
+    (
+        "algorithms/advantages.py",
+        "if not takes_part_N.all():",
+        "if False:",
+        f"{HOSTILE}::test_a_row_out_of_range_leaves_the_others_alone",
+    ),
+    (
+        "algorithms/whitening.py",
+        "self.m2 + other.m2 + delta * delta * self.n * other.n / n",
+        "self.m2 + other.m2",
+        f"{PROPERTIES}::test_statistics_merge_to_those_of_the_whole",
+    ),
+    (
+        "algorithms/whitening.py",
+        "return clean(x_T.to(dtype), mask_T)",
+        "return x_T.to(dtype)",
+        f"{HOSTILE}::test_any_reward_has_an_advantage",
+    ),
+    (
+        "algorithms/losses.py",
+        "torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)",
+        "loss_T",
+        f"{FORMULAS}::test_ppo_clip_is_the_piecewise_weight",
+    ),
+    (
+        "algorithms/losses.py",
+        "-tokens.ratio_T.detach().clamp(1 - clip_low",
+        "-tokens.ratio_T.clamp(1 - clip_low",
+        f"{FORMULAS}::test_cispo_keeps_every_gradient",
+    ),
+    (
+        "algorithms/losses.py",
+        "rows.spread(rows.mean(tokens.log_ratio_T.detach()))",
+        "rows.spread(rows.sum(tokens.log_ratio_T.detach()))",
+        f"{GOLDEN}::test_entries[basic-f64]",
+    ),
+    (
+        "algorithms/losses.py",
+        "clean(x_T.to(dtype), mask_T) for x_T in inputs",
+        "x_T.to(dtype) for x_T in inputs",
+        f"{PROPERTIES}::test_nothing_at_masked_positions_reaches_losses_or_gradients",
+    ),
+    (
+        "algorithms/losses.py",
+        "torch.maximum(squared_T, (old_T",
+        "torch.minimum(squared_T, (old_T",
+        f"{PROPERTIES}::test_value_loss_has_no_gradient_where_the_clip_acts",
+    ),
+    (
+        "algorithms/aggregation.py",
+        "(rows.num_tokens_N > 0).sum().clamp(min=1)",
+        "rows.num_tokens_N.numel()",
+        f"{FORMULAS}::test_aggregations_by_hand",
+    ),
+    (
+        "algorithms/aggregation.py",
+        "groups.sum(rows.num_tokens_N).clamp(min=1)",
+        "rows.num_tokens_N.clamp(min=1)",
+        f"{FORMULAS}::test_prompt_mean_weighs_prompts_alike",
+    ),
+    (
+        "algorithms/corrections.py",
+        "return gap.weight_T.clamp(floor, cap)",
+        "return gap.weight_T.clamp(floor)",
+        f"{FORMULAS}::test_corrections_by_hand",
+    ),
+    (
+        "algorithms/corrections.py",
+        "gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta",
+        "gap.rows.mean(gap.logprobs_T - gap.old_logprobs_T) > delta",
+        f"{GOLDEN}::test_entries[basic-f64]",
+    ),
+    (
+        "algorithms/selection.py",
+        "(advantages_T - advantages_T.sum() / num_tokens)",
+        "advantages_T",
+        f"{GOLDEN}::test_entries[basic-f64]",
+    ),
+    (
+        "algorithms/kl.py",
+        "min(max(kl / target - 1, -0.2), 0.2)",
+        "(kl / target - 1)",
+        f"{GOLDEN}::test_adaptive_kl",
+    ),
+]

@@ -1,0 +1,205 @@
+"""Mistakes in what becomes a batch: tasks, packing, rollouts and rewards."""
+
+COLLATE = "unit/data/test_collate.py"
+PACKING = "unit/data/test_packing.py"
+TASKS = "unit/data/test_tasks.py"
+SCHEDULE = "unit/rollout/test_schedule.py"
+EXCHANGE = "unit/rollout/test_exchange.py"
+SHAPING = "unit/rollout/test_reward_shaping.py"
+RULES = "unit/rewards/test_rules.py"
+SCORER = "unit/rewards/test_scorer.py"
+
+BATCHES = [
+    (
+        "data/collate.py",
+        "mask_L = _shifted(sample.trainable, False)",
+        "mask_L = sample.trainable.clone()",
+        f"{COLLATE}::test_shift_labels_mask_and_logprobs",
+    ),
+    (
+        "data/collate.py",
+        "trained[bisect_left(trained, token) - 1], reward)",
+        "trained[-1], reward)",
+        f"{COLLATE}::test_step_rewards_on_masked_tokens_move_back",
+    ),
+    (
+        "rollout/schedule.py",
+        "& 0x7FFFFFFF",
+        "",
+        f"{SCHEDULE}::test_seeds_are_31_bits_all_different_and_the_same_in_every_process",
+    ),
+    (
+        "rewards/rules.py",
+        "not before.strip() and bool(after.strip())",
+        "bool(after.strip())",
+        f"{RULES}::test_format",
+    ),
+    (
+        "data/collate.py",
+        'mask_truncated and sample.finish == "length"',
+        "mask_truncated",
+        f"{COLLATE}::test_what_was_cut_takes_no_part_when_masked",
+    ),
+    (
+        "data/collate.py",
+        "outcome = [(trained[-1], _reward(sample))] if sample.has_outcome else []",
+        "outcome = [(trained[-1], _reward(sample))]",
+        f"{COLLATE}::test_an_outcome_of_zero_is_a_step_and_a_mere_sum_of_steps_is_none",
+    ),
+    (
+        "data/packing.py",
+        "return lengths * ATTENTION_LENGTH + lengths * lengths",
+        "return lengths * ATTENTION_LENGTH",
+        f"{PACKING}::test_a_long_row_weighs_more_than_its_tokens",
+    ),
+    (
+        "data/packing.py",
+        "return layout.pp.size if layout.vpp.size > 1 else 1",
+        "return 1",
+        f"{PACKING}::test_interleaved_pipelines_get_a_multiple_of_their_stages",
+    ),
+    (
+        "data/packing.py",
+        "by_cost = [()] * (num_bins - len(by_cost)) + by_cost",
+        "by_cost = list(by_cost)",
+        f"{PACKING}::test_fewer_rows_than_ranks_leaves_empty_microbatches",
+    ),
+    (
+        "data/packing.py",
+        "for row in range(1, len(groups)) if groups[row] != groups[row - 1]]",
+        "for row in range(1, len(groups))]",
+        f"{PACKING}::test_invariants",
+    ),
+    (
+        "data/prompts.py",
+        'random.Random(f"{self.seed}/{epoch}").shuffle(order)',
+        'random.Random(f"{self.seed}").shuffle(order)',
+        f"{TASKS}::test_every_epoch_is_a_new_order_of_all_problems",
+    ),
+    (
+        "data/prompts.py",
+        'self.position, self.skipped = int(state["position"]), int(state["skipped"])',
+        'self.position, self.skipped = 0, int(state["skipped"])',
+        f"{TASKS}::test_a_stream_resumes_where_it_stood",
+    ),
+    (
+        "data/supervised.py",
+        "return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)",
+        "return tokens, torch.arange(tokens.numel()) >= 0",
+        "unit/data/test_tokenizer.py::test_examples_learn_the_answer_and_its_end_only",
+    ),
+    (
+        "rollout/schedule.py",
+        "len({sample.reward for sample in samples}) > 1 or len(steps) > 1",
+        "len({sample.reward for sample in samples}) > 1",
+        f"{SCHEDULE}::test_spread_is_of_what_is_trained",
+    ),
+    (
+        "rollout/schedule.py",
+        "/{prompt_id}/{index}",
+        "/{prompt_id}",
+        f"{SCHEDULE}::test_seeds_are_31_bits_all_different_and_the_same_in_every_process",
+    ),
+    (
+        "rollout/schedule.py",
+        "for sample in scored if sample.index < self.samples_per_prompt)",
+        "for sample in scored)",
+        f"{SCHEDULE}::test_the_greedy_sample_is_the_baseline_and_is_not_trained",
+    ),
+    (
+        "rollout/schedule.py",
+        "{sample.prompt_id} {sample.index} ",
+        "",
+        f"{SCHEDULE}::test_digest_sees_which_sample_it_is",
+    ),
+    (
+        "rollout/schedule.py",
+        "prompts.take(count - len(kept))",
+        "prompts.take(count)",
+        f"{SCHEDULE}::test_refills_are_bounded",
+    ),
+    (
+        "rollout/exchange.py",
+        "sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))",
+        "samples",
+        f"{EXCHANGE}::test_one_process_sorts_and_scores",
+    ),
+    (
+        "rollout/exchange.py",
+        'row["versions"] = tuple(row["versions"])',
+        "pass",
+        f"{EXCHANGE}::test_round_trip_is_exact",
+    ),
+    (
+        "rollout/exchange.py",
+        "raise CheckFailed(message) if is_refused else RuntimeError(message)",
+        "raise RuntimeError(message)",
+        f"{EXCHANGE}::test_errors_keep_their_kind",
+    ),
+    (
+        "rollout/reward_shaping.py",
+        "(max_tokens - buffer), 0), buffer) / buffer * factor",
+        "(max_tokens - buffer), 0), buffer) * factor",
+        f"{SHAPING}::test_dapos_formula",
+    ),
+    (
+        "rollout/reward_shaping.py",
+        "step_rewards=(), has_outcome=True)",
+        "has_outcome=True)",
+        f"{SHAPING}::test_what_was_cut_gets_the_reward_asked_for_and_no_steps",
+    ),
+    (
+        "rewards/rules.py",
+        'return " ".join(text.split()).rstrip(".")',
+        "return text",
+        f"{RULES}::test_accuracy",
+    ),
+    (
+        "rewards/rules.py",
+        'text = response.rpartition("</think>")[2]',
+        "text = response",
+        f"{RULES}::test_final_answer_takes_braces_that_balance",
+    ),
+    (
+        "rewards/scorer.py",
+        "sum(reward.weight * values[reward.name] for reward in outcomes) + 0.0",
+        "sum(values[reward.name] for reward in outcomes) + 0.0",
+        f"{SCORER}::test_weighted_sum_and_each_reward_by_name",
+    ),
+    (
+        "rewards/scorer.py",
+        "self.decode(sample.tokens[sample.trainable].tolist())",
+        "self.decode(sample.tokens.tolist())",
+        f"{SCORER}::test_text_is_decoded_from_the_trainable_tokens",
+    ),
+    (
+        "rewards/scorer.py",
+        "_request(by_id[sample.prompt_id], sample) for sample in samples",
+        "_request(prompts[0], sample) for sample in samples",
+        f"{SCORER}::test_prompts_are_matched_by_id",
+    ),
+    (
+        "rewards/remote.py",
+        "values[name] = entry.get(key)",
+        "values[ids[len(values)]] = entry.get(key)",
+        "unit/rewards/test_remote.py::test_order_is_by_id_and_requests_overlap",
+    ),
+    (
+        "rewards/remote.py",
+        "if isinstance(value, bool) or not isinstance(value, int | float):",
+        "if not isinstance(value, int | float):",
+        "unit/rewards/test_remote.py::test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again",
+    ),
+    (
+        "rewards/process.py",
+        "ends.append(low - 1)",
+        "ends.append(low)",
+        "unit/rewards/test_process.py::test_emoji_over_tokens_and_a_token_over_steps",
+    ),
+    (
+        "rewards/code_tests.py",
+        "return isinstance(actual, int | float) and isinstance(expected, int | float) and _close(actual, expected)",
+        "return actual == expected",
+        "unit/rewards/test_code.py",
+    ),
+]

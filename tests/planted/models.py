@@ -1,0 +1,143 @@
+"""Mistakes in layouts, family tables, plans and checksums."""
+
+LAYOUT = "unit/test_layout.py"
+SHARDS = "unit/models/test_shards.py"
+ENGINE = "unit/models/test_engine.py"
+CHECKSUM = "unit/weights/test_checksum.py"
+PLAN = "unit/weights/test_plan.py"
+COST = "unit/planner/test_weight_sync.py"
+
+MODELS = [
+    (
+        "layout.py",
+        "tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)",
+        "tp, cp, pp, dp = digits(parallel.tensor, parallel.context, parallel.pipeline, world // parallel.dense)",
+        f"{LAYOUT}::test_tensor_is_fastest_and_pipeline_slowest",
+    ),
+    (
+        "layout.py",
+        "return chunk * per_chunk + min(chunk, rest)",
+        "return chunk * per_chunk + max(0, chunk - (count - rest))",
+        f"{LAYOUT}::test_earlier_stages_have_one_more",
+    ),
+    (
+        "layout.py",
+        "return lcm(parallel.dense, parallel.sparse, rollout_tensor)",
+        "return max(parallel.dense, parallel.sparse, rollout_tensor)",
+        f"{LAYOUT}::test_smallest_world_holds_trainer_experts_and_replica",
+    ),
+    (
+        "models/shards.py",
+        "yield self._slice(1, count * tp.rank, count)",
+        "yield self._slice(1, 0, count)",
+        f"{SHARDS}::test_all_ranks_together_hold_every_element",
+    ),
+    (
+        "models/shards.py",
+        "for name, heads in zip(self.hf, (queries, 1, 1), strict=True):",
+        "for name, heads in zip((self.hf[0], self.hf[2], self.hf[1]), (queries, 1, 1), strict=True):",
+        f"{SHARDS}::test_a_group_is_its_queries_then_its_key_then_its_value",
+    ),
+    (
+        "models/shards.py",
+        "offset=local * numel + part.offset",
+        "offset=part.offset",
+        f"{ENGINE}::test_experts_lie_one_after_another",
+    ),
+    (
+        "models/shards.py",
+        "Axis(shards, tp.rank * shards // tp.size)",
+        "Axis(shards, tp.rank % shards)",
+        f"{ENGINE}::test_key_values_are_repeated_where_the_engine_has_more_ranks_than_heads",
+    ),
+    (
+        "models/shards.py",
+        "if layer < shape.dense_layers:",
+        "if layer <= shape.dense_layers:",
+        f"{ENGINE}::test_experts_lie_one_after_another",
+    ),
+    (
+        "models/shards.py",
+        "if tp.first or not self.is_first_only:",
+        "if True:",
+        f"{ENGINE}::test_a_bias_that_is_added_once_is_kept_once",
+    ),
+    (
+        "models/engine.py",
+        "VOCAB_MULTIPLE = 64",
+        "VOCAB_MULTIPLE = 32",
+        f"{ENGINE}::test_vocabulary_is_padded_to_64",
+    ),
+    (
+        "models/engine.py",
+        "for part in sorted(loaded ^ expected, key=str):",
+        "for part in sorted(loaded - expected, key=str):",
+        f"{ENGINE}::test_loaders_that_do_otherwise_are_named",
+    ),
+    (
+        "weights/checksum.py",
+        "_weigh_halves(columns, 1) + data.numel()",
+        "_weigh_halves(columns, 1)",
+        f"{CHECKSUM}::test_length_counts",
+    ),
+    (
+        "weights/checksum.py",
+        "return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()",
+        "return halves.sum()",
+        f"{CHECKSUM}::test_moved_slices",
+    ),
+    (
+        "weights/checksum.py",
+        "return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())",
+        "return False",
+        f"{CHECKSUM}::test_memory_that_is_written_twice_is_seen",
+    ),
+    (
+        "weights/checksum.py",
+        "_weights_at(offset, size, dim + 2, part.device)",
+        "_weights_at(0, size, dim + 2, part.device)",
+        f"{CHECKSUM}::test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree",
+    ),
+    (
+        "weights/placement_check.py",
+        "(sums[1:] * copies[0] == sums[0] * copies[1:]) & is_whole[0] & is_whole[1:]",
+        "is_whole[0] & is_whole[1:]",
+        "unit/weights/test_placement_check.py::test_a_slice_in_the_wrong_place_is_refused",
+    ),
+    (
+        "weights/placement_check.py",
+        "(counts > 0) & (counts % numel == 0)",
+        "counts >= 0",
+        "unit/weights/test_placement_check.py",
+    ),
+    (
+        "weights/senders.py",
+        "direct = np.flatnonzero(is_near | (first == keeper))",
+        "direct = np.arange(len(first))",
+        f"{PLAN}::test_what_a_node_shares_crosses_the_network_once",
+    ),
+    (
+        "weights/senders.py",
+        "(np.arange(count) - turn[:, None]) % count",
+        "np.arange(count) + 0 * turn[:, None]",
+        f"{PLAN}::test_replicas_share_the_sending",
+    ),
+    (
+        "weights/plan_rounds.py",
+        "capacity = np.full(KINDS, round_numel, dtype=np.int64)",
+        "capacity = np.full(KINDS, 4 * round_numel, dtype=np.int64)",
+        f"{PLAN}::test_rounds_keep_to_the_limit",
+    ),
+    (
+        "planner/cost.py",
+        "far = [per_rank(rank, np.where(is_near, 0, size)) for rank in ends]",
+        "far = [per_rank(rank, size) for rank in ends]",
+        f"{COST}::test_cost_of_a_plan_worked_by_hand",
+    ),
+    (
+        "planner/cost.py",
+        "into_nodes = lacking / np.bincount(nodes) / links.network",
+        "into_nodes = lacking / links.network",
+        f"{COST}::test_cost_of_a_plan_worked_by_hand",
+    ),
+]

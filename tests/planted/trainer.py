@@ -1,0 +1,144 @@
+"""Mistakes in the objective and the trainer."""
+
+OPTIONS = "unit/algorithms/test_options.py"
+OBJECTIVE = "unit/algorithms/test_objective.py"
+OPTIMIZER = "unit/trainer/test_optimizer.py"
+LEARNER = "unit/trainer/test_learner.py"
+ROUTERS = "unit/trainer/test_router_losses.py"
+LOGPROBS = "unit/trainer/test_logprobs.py"
+RANKS = "dist/test_trainer.py"
+
+TRAINER = [
+    (
+        "algorithms/objective.py",
+        '(clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))',
+        '(clipped(batch.rewards.double(), "raw"), batch.baseline.double())',
+        f"{OPTIONS}::test_the_greedy_baseline_is_clipped_as_the_rewards_are",
+    ),
+    (
+        "algorithms/objective.py",
+        "for x_N in (rewards_N, baseline_N))",
+        "for x_N in (rewards_N, baseline_N * 0))",
+        f"{OPTIONS}::test_the_greedy_baseline_is_normalised_as_the_rewards_are",
+    ),
+    (
+        "algorithms/objective.py",
+        "mean = float(rows.mean(kl_T.double())[trained_N].mean())",
+        "mean = float(kl_T.double().sum() / batch.mask.sum())",
+        f"{OPTIONS}::test_the_coefficient_follows_the_mean_over_rows",
+    ),
+    (
+        "algorithms/objective.py",
+        "scored, ObjectiveState(next_coef,",
+        "scored, ObjectiveState(coef,",
+        f"{OPTIONS}::test_the_coefficient_follows_its_target_from_the_next_batch_on",
+    ),
+    (
+        "algorithms/objective.py",
+        "loss_M = loss_M - algorithm.entropy_coef",
+        "loss_M = loss_M + algorithm.entropy_coef",
+        f"{OBJECTIVE}::test_token_losses_add_up_to_the_formula",
+    ),
+    (
+        "algorithms/objective.py",
+        "loss_M + batch.kl_coef * _kl_loss(",
+        "loss_M + _kl_loss(",
+        f"{OBJECTIVE}::test_token_losses_add_up_to_the_formula",
+    ),
+    (
+        "algorithms/objective.py",
+        "**options, **selected) * weights_M",
+        "**options, **selected)",
+        f"{OBJECTIVE}::test_token_losses_add_up_to_the_formula",
+    ),
+    (
+        "algorithms/objective.py",
+        "for update in plan.updates():",
+        "for update in (plan,):",
+        f"{OBJECTIVE}::test_each_update_has_its_own_denominator",
+    ),
+    (
+        "trainer/optimizer.py",
+        "if clip_grad > 0:",
+        "if False:",
+        f"{OPTIMIZER}::test_steps_are_those_of_torchs_adamw",
+    ),
+    (
+        "trainer/optimizer.py",
+        "adam_beta1=train.betas[0],\n        adam_beta2=train.betas[1],",
+        "adam_beta1=train.betas[1],\n        adam_beta2=train.betas[0],",
+        f"{OPTIMIZER}::test_steps_are_those_of_torchs_adamw",
+    ),
+    (
+        "trainer/optimizer.py",
+        'group["weight_decay"] = train.weight_decay * group["wd_mult"]',
+        'group["weight_decay"] = 0.0',
+        f"{OPTIMIZER}::test_steps_are_those_of_torchs_adamw",
+    ),
+    (
+        "trainer/optimizer.py",
+        "return train.lr * (step + 1) / train.warmup_steps",
+        "return train.lr * step / train.warmup_steps",
+        f"{OPTIMIZER}::test_warm_up_then_down_to_the_last_step",
+    ),
+    (
+        "trainer/optimizer.py",
+        "clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)",
+        "clip_grad_by_total_norm_fp32(parameters, clip_grad, max(float(p.grad.norm()) for p in parameters))",
+        f"{RANKS}::test_clipping_is_by_the_norm_of_the_whole_model",
+    ),
+    (
+        "trainer/trainer.py",
+        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)",
+        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)\n        self.scheduler.step += 1",
+        f"{LEARNER}::test_the_learning_rate_advances_once_a_batch",
+    ),
+    (
+        "trainer/learner.py",
+        "logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)",
+        "logprobs_T = batch.old_logprobs",
+        f"{LEARNER}::test_tokens_are_selected_by_the_policy_before_each_update",
+    ),
+    (
+        "trainer/moe.py",
+        "(tokens_E.mean() - tokens_E).sign()",
+        "(tokens_E - tokens_E.mean()).sign()",
+        f"{ROUTERS}::test_the_bias_moves_towards_balance",
+    ),
+    (
+        "trainer/moe.py",
+        "return moe.aux_loss * aux + moe.z_loss * z",
+        "return moe.z_loss * z",
+        f"{ROUTERS}::test_the_gradient_of_the_routers_is_that_of_the_weighed_sum",
+    ),
+    (
+        "trainer/moe.py",
+        "z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()",
+        "z = mean_square_lse(logits_NE, rows).sum() / len(self.rows)",
+        f"{ROUTERS}::test_the_gradient_of_the_routers_is_that_of_the_weighed_sum",
+    ),
+    (
+        "trainer/moe.py",
+        "aux = (over.weight_R * balance_R).sum()",
+        "aux = balance_R.mean()",
+        f"{ROUTERS}::test_the_gradient_of_the_routers_is_that_of_the_weighed_sum",
+    ),
+    (
+        "trainer/moe.py",
+        "dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)",
+        "pass",
+        f"{RANKS}::test_the_routers_bias_follows_the_tokens_of_all_ranks",
+    ),
+    (
+        "trainer/logprobs.py",
+        "constant_C = given_T[at] + of_entropy_C * entropy_T[at]",
+        "constant_C = given_T[at]",
+        f"{LOGPROBS}::test_values_and_gradients",
+    ),
+    (
+        "trainer/logprobs.py",
+        "alpha=1 / self.temperature)",
+        "alpha=1.0)",
+        f"{LOGPROBS}::test_values_and_gradients",
+    ),
+]
