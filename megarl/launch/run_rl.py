@@ -115,7 +115,8 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
 
 
 def make_engine(rank: Rank) -> Engine:
-    spec = EngineSpec.of(rank.config, folder=str(rank.model_folder), stop_token_ids=rank.tokenizer.eos)
+    config = rank.config
+    spec = EngineSpec(str(rank.model_folder), rank.tokenizer.eos, DTYPES[config.train.dtype], config.rollout)
     return Engine.start(spec, rank.env, shapes=hf_shapes(rank.shape), fp32=fp32_tensors(rank.shape))
 
 

@@ -19,6 +19,7 @@ from family_ranks import in_bf16, round_trip
 from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
+from megarl.config.schema import Rollout
 from megarl.launch.checks import probe_tokens, score_rows
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
@@ -141,7 +142,9 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     bench.close()
     rank, folder = dist.get_rank(), bench.saved(model)
     shape = replace(read_model(folder), bridge=folder)
-    spec = EngineSpec(str(folder), (1,), 16, 64, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+    spec = EngineSpec(
+        str(folder), (1,), torch.float32, Rollout(tensor=tensor, max_tokens=16, max_model_len=64, cpu_kv_cache_gb=0.1)
+    )
     env = Env(rank, WORLD, rank, WORLD, job_id="bridge")
     engine = Engine.start(spec, env, shapes=hf_shapes(shape), fp32=fp32_tensors(shape))
     policy = bench.policy(model, config_of(parallel), shape)

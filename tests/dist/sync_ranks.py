@@ -23,6 +23,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.config.schema import Rollout
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_slices
 from megarl.models.registry import hf_shapes, megatron_slices, read_model
@@ -193,7 +194,12 @@ class Launch:
         dist.barrier()
         self.shape = read_model(home)
         self.reference = Reference(home, self.shape)
-        spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+        spec = EngineSpec(
+            str(home),
+            (1,),
+            torch.float32,
+            Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1),
+        )
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
@@ -295,7 +301,7 @@ def syncs(launch: Launch) -> dict:
 
 def torn(launch: Launch, parallel: Parallel) -> dict:
     """Bytes that change on their way: the engine goes on with its old weights; without staging it has none left."""
-    held, seen = launch.engine.version, {}
+    held, seen = launch.engine.receiver.version, {}
     assert held is not None
     before = launch.sample(held)
     launch.reference.change(97)

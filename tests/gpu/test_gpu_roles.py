@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.config.schema import Config, Train
+from megarl.config.schema import Config, Rollout, Train
 from megarl.layout import Axis, Layout
 from megarl.models.registry import read_model
 from megarl.platform.env import Env
@@ -51,9 +51,10 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     model_config.save_pretrained(folder)
     shape = read_model(Path(folder))
     shapes = hf_shapes(shape)
-    spec = EngineSpec(
-        folder, (1,), 16, 256, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, sleep=level
+    rollout = Rollout(
+        max_tokens=16, max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True, sleep_level=level
     )
+    spec = EngineSpec(folder, (1,), torch.bfloat16, rollout)
     engine = Engine.start(spec, Env(job_id="sleep"), shapes=shapes)
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
