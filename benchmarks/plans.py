@@ -55,7 +55,7 @@ def measure(name: str, world: int | None) -> dict[str, Any]:
         "busiest_link": round(figures["busiest_link_over_mean"], 3),
         "rounds": figures["num_rounds"],
         "messages": figures["num_messages"],
-        "messages_of_the_rank": sum(map(len, lowered.rounds)),
+        "messages_of_the_rank": sum(map(len, lowered)),
         "peak_extra_gb": round(figures["peak_extra_bytes"] / 1e9, 2),
         "plan_seconds": round(figures["plan_seconds"], 1),
         "lower_seconds": round(lower_seconds, 1),

@@ -194,7 +194,7 @@ def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
         mean=bound.mean,
         always=config.checks.probe == "always",
     )
-    return Publisher.connect(
+    return Publisher(
         plan,
         WeightSender(trainer.local_slices(), trainer.parameters_by_name),
         engine.receiver,

@@ -1,6 +1,6 @@
-"""The trainer's weights into the engine, shard to shard, verified every time.
+"""Publishes the trainer's weights to the engine, shard to shard, verified every time.
 
-A rank may be a sender, a receiver or both. Every rank calls `connect` and `publish`, in the same order:
+A rank may be a sender, a receiver or both. Every rank builds a Publisher and calls `publish`, in the same order:
 
     sender (trainer)                                receiver (engine)
     barrier ------------- all ranks, or the absent are named ------------ barrier
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ from megarl.models.engine import first_mismatch
 from megarl.models.shards import ShardSlice, as_pairs
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.execute import BucketChecksums, PlanExecutor
+from megarl.weights.execute import PlanExecutor
 from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
@@ -152,29 +152,11 @@ def plan_slices(
         raise CheckFailed(f"no plan moves the weights: {error}") from None
 
 
-@dataclass
 class Publisher:
-    """roles.Weights. Build it with `connect`, on every rank."""
+    """roles.Weights."""
 
-    plan: Plan
-    sender: WeightSender | None
-    receiver: WeightReceiver | None
-    transport: Transport
-    weights: WeightFormat
-    placement: PlacementCheck
-    probe: Probe | None
-    is_atomic: bool
-    ranks_per_node: int
-    executor: PlanExecutor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._device = self.receiver.device if self.receiver else next(iter(self._parameters().values())).device
-        self.executor = PlanExecutor(self.plan, self.transport, self.weights.dtype, self._device)
-        self._is_proven = False
-
-    @classmethod
-    def connect(
-        cls,
+    def __init__(
+        self,
         plan: Plan,
         sender: WeightSender | None,
         receiver: WeightReceiver | None,
@@ -182,29 +164,31 @@ class Publisher:
         weights: WeightFormat,
         *,
         ranks_per_replica: int,
-        table: Sequence[ShardSlice] | None = None,  # what this rank of the engine keeps according to its table
+        table: Sequence[ShardSlice] | None = None,  # the slices that this rank of the engine keeps, from its table
         probe: Probe | None = None,
         is_atomic: bool = True,
-        ranks_per_node: int | None = None,  # None: all ranks are on one
-    ) -> Publisher:
-        """`plan` counts ranks as `transport` does; a rank without a half passes None for it.
+        ranks_per_node: int | None = None,  # None: all ranks are on one node
+    ) -> None:
+        """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or receive passes None.
 
-        Raises CheckFailed, on all ranks, when the engine keeps a tensor elsewhere than its table has it, or when ranks
-        plan differently.
+        Raises CheckFailed, on all ranks, if the engine's slices differ from its table, or if the ranks' plans differ.
         """
-        problem = None
-        if receiver is not None and table is not None:
-            problem = first_mismatch(weights.moved_slices(table), receiver.slices)
-        reports = transport.gather((problem, plan.fingerprint, receiver is not None))
-        problems, fingerprints, is_receiver = zip(*reports, strict=True)
-        if wrong := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
+        self.plan, self.sender, self.receiver, self.transport = plan, sender, receiver, transport
+        self.weights, self.probe, self.is_atomic = weights, probe, is_atomic
+        self.ranks_per_node = ranks_per_node or transport.world
+        self._parameters = sender.parameters if sender else dict[str, Tensor]
+        self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
+        self.executor = PlanExecutor(plan, transport, weights.dtype, self._device)
+        self._is_proven = False
+        mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
+        reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
+        mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
+        if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(mismatches) if text]:
             raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out differently from the one megarl is made for")
         if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
-        placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
-        per_node = ranks_per_node or transport.world
-        return cls(plan, sender, receiver, transport, weights, placement, probe, is_atomic, per_node)
+        self.placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, when anything is missing or changed, with the state of the engine."""
@@ -239,9 +223,6 @@ class Publisher:
             verified=True,
             seconds=time.perf_counter() - began,
         )
-
-    def _parameters(self) -> Mapping[str, Tensor]:
-        return self.sender.parameters() if self.sender else {}
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
         """A parameter that is missing or is not what the sender's slices say."""
@@ -312,9 +293,9 @@ class Publisher:
                 return f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"
         return errors[0] if errors else None
 
-    def _compare(self, sums: BucketChecksums) -> None:
-        """Raises CheckFailed, on all ranks, when a message did not arrive as it was sent."""
-        sent, received = self.transport.sum(torch.stack([sums.sent, sums.received]))
+    def _compare(self, checksums: Tensor) -> None:
+        """Raises CheckFailed, on all ranks, if a message did not arrive as it was sent."""
+        sent, received = self.transport.sum(checksums)
         changed = set((sent != received).nonzero().flatten().tolist())
         if not changed:
             return

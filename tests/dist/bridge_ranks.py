@@ -158,7 +158,7 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
     )
-    publisher = Publisher.connect(
+    publisher = Publisher(
         plan,
         WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
         engine.receiver,

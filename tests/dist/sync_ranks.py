@@ -239,7 +239,7 @@ class Launch:
             )
         table = engine_slices(self.shape, fleet.engine_layout(self.rank))
         bound = 1e-4
-        return Publisher.connect(
+        return Publisher(
             plan,
             WeightSender(self.slices, lambda: self.held),
             self.engine.receiver,
