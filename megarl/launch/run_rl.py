@@ -34,7 +34,7 @@ from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
-from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
@@ -115,9 +115,15 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
 
 
 def make_engine(rank: Rank) -> Engine:
-    config = rank.config
-    spec = EngineSpec(str(rank.model_folder), rank.tokenizer.eos, DTYPES[config.train.dtype], config.rollout)
-    return Engine.start(spec, rank.env, shapes=hf_shapes(rank.shape), fp32=fp32_tensors(rank.shape))
+    return Engine.start(
+        rank.model_folder,
+        rank.config.rollout,
+        rank.env,
+        stop_token_ids=rank.tokenizer.eos,
+        dtype=DTYPES[rank.config.train.dtype],
+        shapes=hf_shapes(rank.shape),
+        fp32=fp32_tensors(rank.shape),
+    )
 
 
 def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:

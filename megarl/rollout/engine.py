@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,47 +30,38 @@ if TYPE_CHECKING:
 
     from megarl.rollout.weight_loader import LayerReceiver
 
-__all__ = ["Engine", "EngineSpec"]
+__all__ = ["Engine"]
 
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Settings of an engine; `folder` has the model's config.json, and its weights are not read."""
-
-    folder: str
-    stop_token_ids: tuple[int, ...]
-    dtype: torch.dtype
-    rollout: Rollout
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and its response together."""
-        return self.rollout.max_model_len or self.rollout.max_prompt_tokens + self.rollout.max_tokens
 
 
 class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
-    def __init__(self, llm: LLM, spec: EngineSpec, receiver: LayerReceiver, eager: bool) -> None:
+    def __init__(
+        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool
+    ) -> None:
         self.receiver = receiver
-        self.max_model_len = spec.max_model_len
-        self._llm, self._spec, self._eager = llm, spec, eager
-        self._asleep: list[str] = []  # parts that are off the device
+        self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
+        self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
+        self._asleep: list[str] = []  # the parts off the device
 
     @classmethod
     def start(
         cls,
-        spec: EngineSpec,
+        folder: Path,
+        rollout: Rollout,
         env: Env,
         *,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype,
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
     ) -> Engine:
         """Starts vLLM with dummy weights.
 
-        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16.
+        `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
+        (models.registry.hf_shapes), `fp32` those that are never bf16.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -81,7 +72,7 @@ class Engine:
         from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
-        rollout, on_cpu = spec.rollout, not torch.cuda.is_available()
+        on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
         if env.local_rank == 0:
             unlink_dead()
@@ -90,13 +81,13 @@ class Engine:
         with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             llm = LLM(
-                spec.folder,
+                str(folder),
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                dtype=str(spec.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 tensor_parallel_size=rollout.tensor,
                 distributed_executor_backend="external_launcher",
-                max_model_len=spec.max_model_len,
+                max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
                 enforce_eager=eager,
@@ -111,9 +102,9 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, spec.dtype)
-        receiver = LayerReceiver(model, trace, spec.dtype, llm.reset_prefix_cache, fp32)
-        return cls(llm, spec, receiver, eager)
+        trace = trace_loader(model, shapes, dtype)
+        receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
+        return cls(llm, rollout, stop_token_ids, receiver, eager)
 
     def close(self) -> None:
         """Frees memory and process groups, so that another engine can start in this process."""
@@ -128,7 +119,7 @@ class Engine:
 
         Does nothing on a CPU.
         """
-        level = self._spec.rollout.sleep_level
+        level = self._rollout.sleep_level
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
                 self.receiver.abort()  # without weights there is no version to serve if the sync fails
@@ -166,8 +157,8 @@ class Engine:
             SamplingParams(
                 temperature=request.temperature,
                 seed=request.seed,
-                max_tokens=min(self._spec.rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
-                stop_token_ids=list(self._spec.stop_token_ids),
+                max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
+                stop_token_ids=self._stop_token_ids,
                 logprobs=0,  # the sampled token only
                 detokenize=False,
             )

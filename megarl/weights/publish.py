@@ -215,14 +215,8 @@ class Publisher:
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
-        return PublishReport(
-            version,
-            len(self.weights.shapes),
-            self.plan.bytes_kept,
-            self.plan.bytes_received,
-            verified=True,
-            seconds=time.perf_counter() - began,
-        )
+        sizes = (len(self.weights.shapes), self.plan.bytes_kept, self.plan.bytes_received)
+        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - began)
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Describes a parameter that is missing or differs from the sender's slices."""

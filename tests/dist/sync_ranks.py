@@ -30,7 +30,7 @@ from megarl.models.registry import hf_shapes, megatron_slices, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
@@ -194,14 +194,11 @@ class Launch:
         dist.barrier()
         self.shape = read_model(home)
         self.reference = Reference(home, self.shape)
-        spec = EngineSpec(
-            str(home),
-            (1,),
-            torch.float32,
-            Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1),
-        )
+        rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
-        self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
+        self.engine = Engine.start(
+            home, rollout, env, stop_token_ids=(1,), dtype=torch.float32, shapes=self.reference.shapes
+        )
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
     def connect(

@@ -39,7 +39,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     from sync_ranks import CONFIGS, SIZES, Request, holder
 
     from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-    from megarl.rollout.engine import Engine, EngineSpec
+    from megarl.rollout.engine import Engine
     from megarl.types import Prompt
     from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
     from megarl.weights.transports.inprocess import InProcess
@@ -54,8 +54,8 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     rollout = Rollout(
         max_tokens=16, max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True, sleep_level=level
     )
-    spec = EngineSpec(folder, (1,), torch.bfloat16, rollout)
-    engine = Engine.start(spec, Env(job_id="sleep"), shapes=shapes)
+    options = {"stop_token_ids": (1,), "dtype": torch.bfloat16, "shapes": shapes}
+    engine = Engine.start(Path(folder), rollout, Env(job_id="sleep"), **options)
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
