@@ -70,7 +70,7 @@ class Result:
     fastest_s: float | None = None
     slowest_s: float | None = None
     cpu_seconds: float | None = None  # CPU time: less affected than `seconds` by other load
-    peak_bytes: int | None = None  # resident memory that the first call adds to its inputs'
+    peak_bytes: int | None = None  # resident memory that the first call adds to its inputs
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     note: str = ""  # why it did not run, or the largest difference from the first contender's output

@@ -23,7 +23,7 @@ from benchmarks.frame import Case, Contender, Outcome
 from benchmarks.peers import trl_module, verl_module
 from megarl.layout import Layout, Parallel
 from megarl.trainer.logprobs import VocabShard, token_outputs
-from megarl.trainer.model import init_parallel
+from megarl.trainer.parallel_groups import init_parallel
 
 __all__ = ["CASES", "megatrons", "ours", "plain", "plain_forward", "trls", "verls_fused", "verls_logits"]
 

@@ -4,8 +4,10 @@
 
 Each entry of tests/planted/ is (file, source text, replacement, test). The text must occur exactly once in the file. It
 is replaced in a temporary copy of the repository, never in the working tree; pytest then runs the test there and must
-fail in it (exit code 1), not in collection. First all named tests must pass without a mistake. Exit code: 0 if every
-mistake is caught, 1 if one survives or an entry is out of date, 2 if the tests fail without a mistake.
+fail in it (exit code 1), not in collection. Each run is forked from a process that has already imported torch.
+
+First all named tests must pass without a mistake. Exit code: 0 if every mistake is caught, 1 if one survives or an
+entry is out of date, 2 if the tests fail without a mistake.
 """
 
 from __future__ import annotations
@@ -13,15 +15,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from planted import MUTANTS, SMALLEST
 
@@ -49,49 +49,116 @@ class Verdict:
     reason: str
 
 
-def run_pytest(tree: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tests of `tree` against the package of `tree`. Raises subprocess.TimeoutExpired."""
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", *options]
-    command += [f"tests/{test}" for test in tests]
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S * len(tests))
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A pytest process in a copy of the repository."""
+
+    pid: int
+    log: Path
+    deadline: float
+
+    @classmethod
+    def start(cls, tree: Path, tests: Sequence[str], *options: str) -> Run:
+        """Forked from this process, which has imported the heavy packages but nothing of megarl."""
+        log = tree.with_suffix(".log")
+        sys.stdout.flush()
+        if pid := os.fork():
+            return cls(pid, log, time.monotonic() + TIMEOUT_S * len(tests))
+        try:
+            os.setsid()  # so that a time limit ends its children too
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(tree)
+            os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            sys.dont_write_bytecode = True
+            sys.path[:] = [str(tree), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
+            for name in [name for name in sys.modules if name.split(".")[0] == "planted"]:
+                del sys.modules[name]
+            import pytest
+
+            command = [
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--tb=line",
+                "--disable-warnings",
+                *options,
+                *(f"tests/{test}" for test in tests),
+            ]
+            code = int(pytest.main(command))
+            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001 (a fork must never return to the caller's loop)
+            code = 70
+        os._exit(code)
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs, -1 after its time limit."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() < self.deadline:
+            return None
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        return -1
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.1)
+        return code
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
 
-@contextmanager
-def copies(num_copies: int) -> Iterator[SimpleQueue[Path]]:
-    """Copies of the repository in a temporary folder."""
-    trees: SimpleQueue[Path] = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="megarl-mutants-") as folder:
-        for number in range(num_copies):
-            tree = Path(folder) / str(number)
-            for name in COPIED:
-                if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(ROOT / name, tree / name)
-            trees.put(tree)
-        yield trees
+def copy_repository(tree: Path) -> Path:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    return tree
 
 
-def judge(mutant: Mutant, trees: SimpleQueue[Path]) -> Verdict:
-    """Plant one mistake in a free copy, run its test, restore the copy."""
-    tree = trees.get()
+def plant(mutant: Mutant, tree: Path) -> Run | str:
+    """Start the test with the mistake planted, or return why that is impossible."""
     path = tree / "megarl" / mutant.file
-    original = path.read_text(encoding="utf-8") if path.exists() else ""
-    try:
-        if (count := original.count(mutant.source)) != 1:
-            return Verdict(mutant, False, f"source text occurs {count} times")
-        path.write_text(original.replace(mutant.source, mutant.replacement), encoding="utf-8")
-        done = run_pytest(tree, [mutant.test], "-x")
-        last_line = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
-        reason = "caught" if done.returncode == 1 else "SURVIVES" if done.returncode == 0 else f"broken: {last_line}"
-        return Verdict(mutant, done.returncode == 1, reason)
-    except subprocess.TimeoutExpired:
-        return Verdict(mutant, False, f"no result in {TIMEOUT_S} s")
-    finally:
-        if original:
-            path.write_text(original, encoding="utf-8")
-        trees.put(tree)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if (count := text.count(mutant.source)) != 1:
+        return f"source text occurs {count} times"
+    path.write_text(text.replace(mutant.source, mutant.replacement), encoding="utf-8")
+    return Run.start(tree, [mutant.test], "-x")
+
+
+def judge_all(mutants: Sequence[Mutant], trees: Sequence[Path]) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    waiting, free, running = list(reversed(mutants)), list(trees), dict[Path, tuple[Mutant, Run]]()
+
+    def judge(mutant: Mutant, is_caught: bool, reason: str) -> None:
+        print(f"{reason:10} {mutant.name}  [{mutant.test}]", flush=True)
+        verdicts.append(Verdict(mutant, is_caught, reason))
+
+    while waiting or running:
+        while waiting and free:
+            mutant, tree = waiting.pop(), free.pop()
+            run = plant(mutant, tree)
+            if isinstance(run, Run):
+                running[tree] = mutant, run
+            else:
+                judge(mutant, False, run)
+                free.append(tree)
+        for tree, (mutant, run) in list(running.items()):
+            if (code := run.poll()) is None:
+                continue
+            reason = {0: "SURVIVES", 1: "caught", -1: f"no result in {TIMEOUT_S} s"}.get(code)
+            judge(mutant, code == 1, reason or f"broken, exit code {code}: {run.last_line()}")
+            shutil.copy(ROOT / "megarl" / mutant.file, tree / "megarl" / mutant.file)
+            del running[tree]
+            free.append(tree)
+        time.sleep(0.05)
+    return verdicts
 
 
 def main() -> int:
@@ -109,18 +176,19 @@ def main() -> int:
     if not mutants:
         parser.error(f"no mutant contains --only={args.only!r}")
 
-    with copies(args.jobs) as trees:
-        tree = trees.get()
-        unplanted = run_pytest(tree, sorted({mutant.test for mutant in mutants}))
-        trees.put(tree)
-        if unplanted.returncode != 0:
-            print(unplanted.stdout[-3000:], unplanted.stderr[-1000:], "Tests fail without a mistake.", sep="\n")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis  # noqa: F401 (once, for all forks)
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="megarl-mutants-") as folder:
+        trees = [copy_repository(Path(folder) / str(number)) for number in range(args.jobs)]
+        unplanted = Run.start(trees[0], sorted({mutant.test for mutant in mutants}))
+        if unplanted.wait() != 0:
+            print(unplanted.log.read_text()[-5000:], "Tests fail without a mistake.", sep="\n")
             return 2
-        verdicts = []
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for verdict in pool.map(lambda mutant: judge(mutant, trees), mutants):
-                print(f"{verdict.reason:10} {verdict.mutant.name}  [{verdict.mutant.test}]", flush=True)
-                verdicts.append(verdict)
+        verdicts = judge_all(mutants, trees)
     survivors = [verdict for verdict in verdicts if not verdict.is_caught]
     print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} caught")
     for verdict in survivors:

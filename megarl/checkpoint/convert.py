@@ -31,7 +31,7 @@ from megarl.types import CheckFailed
 __all__ = ["Conversion", "Converted"]
 
 READERS = 2  # threads
-AHEAD = 2 * READERS  # parameters that are read before they are written
+AHEAD = READERS  # parameters that are read before they are written
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"
 
 

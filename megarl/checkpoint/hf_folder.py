@@ -33,7 +33,7 @@ __all__ = [
     "write_index",
 ]
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 8 << 20
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -103,14 +103,14 @@ def compare(results: Sequence[LayoutResult], dtype: str) -> list[Comparison]:
 
 
 def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:
-    for number, (ours, theirs) in enumerate(zip(x.layers, first.layers, strict=True)):
-        off = (ours - theirs).abs().amax(1) / theirs.abs().max()
+    for number, (values_T8, expected_T8) in enumerate(zip(x.layers, first.layers, strict=True)):
+        off = (values_T8 - expected_T8).abs().amax(1) / expected_T8.abs().max()
         if not bool((off <= tolerance).all()):
             where = f"layer {number}" + (", or the embedding" if number == 0 else "")
             return f"{where}: hidden states are {float(off.max()):.1e} off (token {int(off.argmax())} of the batch)"
     if not bool((off := (x.logprobs - first.logprobs).abs()).max() <= tolerance * first.logprobs.abs().max()):
         return f"output head: log-probs are {float(off.max()):.1e} off, hidden states agree"
-    for name, ours, theirs in (("loss", x.loss, first.loss), ("gradient norm", x.grad_norm, first.grad_norm)):
-        if not abs(ours - theirs) <= tolerance * abs(theirs):
+    for name, value, expected in (("loss", x.loss, first.loss), ("gradient norm", x.grad_norm, first.grad_norm)):
+        if not abs(value - expected) <= tolerance * abs(expected):
             return f"{name}: forward passes agree, so it is the backward pass or how losses are summed"
     return ""

@@ -59,7 +59,7 @@ class Bridged:
     def of(
         cls, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
     ) -> Bridged:
-        """Raises ValueError when Bridge does not know the family, or builds something the actor cannot train."""
+        """Raises ValueError when Bridge does not know the family, or builds something the trainer cannot train."""
         assert shape.bridge is not None
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
         try:

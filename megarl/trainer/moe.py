@@ -188,5 +188,5 @@ def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
     """Drop the tensors of the last batch that Megatron's dispatchers keep: their graph holds the parameters, in a cycle
     that the garbage collector does not see, so the model would never be freed."""
     for module in (module for chunk in chunks for module in chunk.modules()):
-        kept: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
-        kept.update({name: None for name, value in kept.items() if torch.is_tensor(value)})
+        state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+        state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

@@ -56,10 +56,10 @@ def compare_tables(bench: Bench) -> dict[str, Any]:
     for model, layouts in WITH_TABLES.items():
         for parallel in layouts:
             policy = bench.policy(model, config_of(parallel))
-            wrong = [str(box) for box in _disputed(policy)]
+            wrong = [str(part) for part in _disputed(policy)]
             everywhere: list[list[str]] = [[]] * WORLD
             dist.all_gather_object(everywhere, wrong)
-            found[f"{model} {parallel}"] = [box for boxes in everywhere for box in boxes][:4]
+            found[f"{model} {parallel}"] = [part for slices in everywhere for part in slices][:4]
     return found
 
 
@@ -70,12 +70,12 @@ def _disputed(policy: Policy, fault: str = "") -> list[ShardSlice]:
     chunks: Any = [chunk.module for chunk in trainer.model]
     recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep)
     table = trainer.slices_by_rank()[trainer.layout.rank]
-    return sorted({_normal(box) for box in recorded} ^ {_normal(box) for box in table}, key=str)
+    return sorted({_normal(part) for part in recorded} ^ {_normal(part) for part in table}, key=str)
 
 
-def _normal(box: ShardSlice) -> ShardSlice:
+def _normal(part: ShardSlice) -> ShardSlice:
     """Strides of dims of one element say nothing."""
-    return replace(box, strides=tuple(0 if n == 1 else s for n, s in zip(box.shape, box.strides, strict=True)))
+    return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from megatron.core import dist_checkpointing
 from trainer_cases import ask, load_model, random_batch
 from trainer_ranks import config_of, fingerprints, join
 
@@ -22,6 +21,8 @@ OTHERS = {"tensor": 2, "pipeline": 2}
 
 
 def work(rank: int, results: str, folder: str, models: list[str]) -> None:
+    from megatron.core import dist_checkpointing  # after megarl has prepared it for a CPU
+
     bench, found = join(rank, WORLD, folder), {}
     for model in models:
         config = config_of(LAYOUTS.get(model, OTHERS))

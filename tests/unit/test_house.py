@@ -23,7 +23,6 @@ MAX_PACKAGE_LINES = 17_800
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_LINES = 400, 60, 40
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10
 FIXED_SIGNATURES = {"trainer/layers.py forward", "trainer/logprobs.py forward"}  # Megatron-Core's, torch.autograd's
-STAGED = {"ScoredBatch"}  # the batch of a stage has the fields of the stage before
 
 # pattern -> the files that may contain it, and a text that it must match
 BANS: dict[str, tuple[set[str], str]] = {
@@ -103,14 +102,15 @@ def vague_names(sources: Sources) -> list[str]:
 
 
 def deep_inheritance(sources: Sources) -> list[str]:
-    """Classes of the package with a base whose own base is a class of the package, except batches."""
+    """Classes of the package with a base whose own base is a class of the package; the batches of types.py may be."""
     bases: dict[str, list[str]] = {}
     for text in sources.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
     ours = {name: [base for base in parents if base in bases] for name, parents in bases.items()}
-    return [name for name, parents in ours.items() if any(ours[base] for base in parents) and name not in STAGED]
+    batches = {"ScoredBatch"}  # each stage's batch adds fields to the one before
+    return [name for name, parents in ours.items() if name not in batches and any(ours[base] for base in parents)]
 
 
 def import_circles(sources: Sources) -> list[str]:

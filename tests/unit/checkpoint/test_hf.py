@@ -22,31 +22,31 @@ def origin(tmp_path_factory):
     return create_model(Create(family="qwen3_moe", **SIZES), tmp_path_factory.mktemp("models"))
 
 
-def parameters_of(origin, boxes, dtype=torch.float32, fp32=frozenset()):
-    """A trainer's parameters, filled from the checkpoint through the boxes."""
+def parameters_of(origin, slices, dtype=torch.float32, fp32=frozenset()):
+    """A trainer's parameters, filled from the checkpoint through the slices."""
     tensors = load_file(origin / "model.safetensors")
     sizes = {}
-    for box in boxes:
-        last = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.strides, strict=True)) + 1
-        sizes[box.param] = max(sizes.get(box.param, 0), last)
-    wide = {box.param for box in boxes if box.name in fp32}
+    for part in slices:
+        last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)) + 1
+        sizes[part.param] = max(sizes.get(part.param, 0), last)
+    wide = {part.param for part in slices if part.name in fp32}
     held = {name: torch.zeros(size, dtype=torch.float32 if name in wide else dtype) for name, size in sizes.items()}
-    for box in boxes:
-        part = tensors[box.name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
-        held[box.param].as_strided(box.shape, box.strides, box.offset).copy_(part)
+    for part in slices:
+        values = tensors[part.name][tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))]
+        held[part.param].as_strided(part.shape, part.strides, part.offset).copy_(values)
     return held
 
 
 def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), **options):
     shape = read_model(origin)
-    boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
-    held = parameters_of(origin, boxes, dtype, fp32)
-    boxes = [box for box in boxes if box.name != drop]
+    slices = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+    held = parameters_of(origin, slices, dtype, fp32)
+    slices = [part for part in slices if part.name != drop]
     export_hf(
         folder,
         origin=origin,
         shapes=hf_shapes(shape),
-        sources=[boxes],
+        sources=[slices],
         parameters=lambda: held,
         transport=InProcess(),
         dtype=dtype,
@@ -81,13 +81,13 @@ def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
     with pytest.raises(CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"):
         narrow = {"model.norm.weight"}
         shape = read_model(origin)
-        boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
-        held = parameters_of(origin, boxes, torch.bfloat16)
+        slices = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+        held = parameters_of(origin, slices, torch.bfloat16)
         export_hf(
             tmp_path / "hf",
             origin=origin,
             shapes=hf_shapes(shape),
-            sources=[boxes],
+            sources=[slices],
             parameters=lambda: held,
             transport=InProcess(),
             dtype=torch.bfloat16,

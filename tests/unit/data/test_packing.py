@@ -134,3 +134,17 @@ def test_efficiency_is_real_over_held():
     plan = plan_microbatches(batch, Layout.of(Parallel(), 2, 0), Train(max_tokens_per_microbatch=8))
     assert plan.efficiency == 6 / 8
     assert plan.num_tokens == (4,)
+
+
+def test_rows_of_a_unit_stay_in_one_micro_batch() -> None:
+    """Pairs of rows, two pairs a group: no pair is torn apart, no group is spread over two updates."""
+    lengths, units = [5 + 3 * (row % 4) for row in range(16)], [row // 2 for row in range(16)]
+    groups = [row // 4 for row in range(16)]
+    planned = plan_rows(lengths, dp=2, updates=2, max_tokens=60, groups=groups, units=units)
+    bins = [bin for update in planned for rank in update for bin in rank]
+    assert sorted(row for bin in bins for row in bin) == list(range(16)) and len(bins) >= 4
+    for bin in bins:
+        assert sum(lengths[row] for row in bin) <= 60
+        assert all(row ^ 1 in bin for row in bin)
+    in_update = [{row // 4 for rank in update for bin in rank for row in bin} for update in planned]
+    assert len(in_update) == 2 and not in_update[0] & in_update[1]

@@ -249,8 +249,8 @@ def test_causes_reach_the_counts_of_the_step():
             return [prompt]
 
     rollouts = Rollouts(generate, samples_per_prompt=len(codes), temperature=1.0, run_seed=0)
-    groups = rollouts.collect(One(), 1, version=0)
-    assert [s.reward for s in groups[0].samples] == [1.0, 0.0, 0.0, 0.0, 0.0]
-    causes = {name: count for name, count in rollouts.counts.items() if name.startswith("reward/")}
+    rollout = rollouts.collect(One(), 1, version=0)
+    assert [s.reward for s in rollout.groups[0].samples] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    causes = {name: count for name, count in rollout.counts.items() if name.startswith("reward/")}
     assert causes == {f"reward/code/{cause}": 1 for cause in ("wrong_answer", "timeout", "forbidden", "syntax")}
-    assert rollouts.counts["samples/dropped"] == 0
+    assert rollout.counts["samples/dropped"] == 0
