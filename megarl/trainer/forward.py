@@ -26,7 +26,7 @@ from megarl.types import MicrobatchRows, TokenOutputs
 
 __all__ = ["OnOutputs", "forward_backward"]
 
-# Returns the loss of a micro-batch, and keeps whatever else it needs. Called on the last stage.
+# Called on the last stage with each micro-batch; returns its loss.
 OnOutputs = Callable[[MicrobatchRows, TokenOutputs], Tensor]
 
 
@@ -57,8 +57,8 @@ def forward_backward(
         return hidden, partial(loss, microbatch, chunk)
 
     def loss(microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
-        outputs = _read(microbatch, hidden, _unwrapped(chunk), head, options, context)
-        value = on_outputs(microbatch.rows, outputs)
+        model = getattr(chunk, "module", chunk)  # in DistributedDataParallel while training
+        value = on_outputs(microbatch.rows, _read(microbatch, hidden, model, head, options, context))
         # Megatron would divide by the token count; the weights of the loss have divided already.
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
@@ -72,12 +72,6 @@ def forward_backward(
             micro_batch_size=1,
             forward_only=not train,
         )
-
-
-def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
-    model = getattr(chunk, "module", chunk)
-    assert isinstance(model, GPTModel)
-    return model
 
 
 def _read(

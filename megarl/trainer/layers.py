@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from megarl.trainer.context_parallel import attend, attend_rows, whole_rows
-from megarl.trainer.moe import use_router
+from megarl.trainer.context_parallel import attend
+from megarl.trainer.moe import BalancedRouter
 
 __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
 
@@ -71,9 +71,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        if self.context is not None:
-            return attend(query, key, value, lengths, self.context, self._attend)
-        return attend_rows(query, key, value, whole_rows(lengths), self._attend)
+        return attend(query, key, value, lengths, self.context, self._attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
         """Causal scores, a `Score`."""
@@ -163,7 +161,7 @@ def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: boo
         norm, layer_spec = TENorm, _te_layer
     specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
     if True in specs:
-        use_router(specs[True])
+        _submodules(specs[True].submodules.mlp).router = BalancedRouter
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 

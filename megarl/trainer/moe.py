@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ __all__ = [
     "forget_last_batch",
     "mean_square_lse",
     "scores_of",
-    "use_router",
 ]
 
 
@@ -84,7 +82,7 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 
 
 def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
-    """[R]: what this rank's tokens contribute to each row's balance; the ranks of `group` have the other tokens."""
+    """[R]: the contribution of this rank's tokens to each row's balance; the ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
     if group is not None and group.size() > 1:
@@ -117,15 +115,8 @@ class BalancedRouter(TopKRouter):
         if rows.length_R.numel():
             logits = MoEAuxLossAutoScaler.apply(logits, self.losses.loss(self, logits.flatten(0, -2), rows))
         probs, chosen_NE = super().routing(logits, *args, **kwargs)
-        self.losses.count(self, rows.sums(chosen_NE.float()).sum(0))
+        self.losses.counts[self] += rows.sums(chosen_NE.float()).sum(0)
         return probs, chosen_NE
-
-
-def use_router(layer: Any) -> None:
-    """Make a layer's spec build BalancedRouter; the spec of its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
-    mlp = layer.submodules.mlp
-    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    parts.router = BalancedRouter
 
 
 class RouterLosses:
@@ -137,8 +128,8 @@ class RouterLosses:
         self._num_experts = shape.experts
         self._num_layers = shape.layers - shape.dense_layers  # with experts, on all stages
         self._routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)]
-        self._counts: dict[BalancedRouter, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
+        self.counts: dict[BalancedRouter, Tensor] = {}  # [E]: tokens of each expert
         self.rows: list[RouterRows] = []
 
     def begin(self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device) -> None:
@@ -148,7 +139,7 @@ class RouterLosses:
         }
         for router in self._routers:
             router.losses, router.calls = self, 0
-            self._counts[router] = torch.zeros(self._num_experts, device=device)
+            self.counts[router] = torch.zeros(self._num_experts, device=device)
 
     def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
         """0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
@@ -162,26 +153,22 @@ class RouterLosses:
             self._sums[name] = self._sums[name] + value.detach() / self._num_layers
         return moe.aux_loss * aux + moe.z_loss * z
 
-    def count(self, router: BalancedRouter, tokens_E: Tensor) -> None:
-        self._counts[router] += tokens_E
-
+    @torch.no_grad()
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """This rank's part of each loss, averaged over layers, without its coefficient. `step`: update biases too."""
+        """This rank's part of each loss, averaged over layers, without its coefficient.
+
+        With `step` it also updates the biases: experts with more tokens in this update than the mean become less
+        likely, others more (DeepSeek-V3).
+        """
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
             router.losses = None
-        if step and self._moe.bias_update_rate:
-            self._update_biases()
+            if step and self._moe.bias_update_rate:
+                tokens_E = self.counts[router]
+                dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
+                bias: Any = router.expert_bias  # [E] fp32
+                bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
         return self._sums
-
-    @torch.no_grad()
-    def _update_biases(self) -> None:
-        """Experts with more tokens in this update than the mean become less likely, others more (DeepSeek-V3)."""
-        for router in self._routers:
-            tokens_E = self._counts[router]
-            dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
-            bias: Any = router.expert_bias  # [E] fp32
-            bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:

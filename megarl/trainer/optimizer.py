@@ -12,41 +12,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config.schema import Train
 
-__all__ = ["LrSchedule", "StepOutcome", "build_optimizer", "learning_rate", "take_step", "wrap", "zero_grad"]
-
-
-def learning_rate(train: Train, step: int) -> float:
-    """The rate of rollout step `step` (from 0): linear warm-up, then the schedule down to min_lr at the last step."""
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return train.lr
-    done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
-    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return train.min_lr + (train.lr - train.min_lr) * left
+__all__ = ["LrSchedule", "StepOutcome", "build_optimizer", "take_step", "wrap", "zero_grad"]
 
 
 @dataclass
 class LrSchedule:
-    """Counts the batches trained; saved with checkpoints."""
+    """The learning rate by batches trained (rollout steps, from 0); saved with checkpoints."""
 
     train: Train
     step: int = 0
 
     @property
     def lr(self) -> float:
-        return learning_rate(self.train, self.step)
+        """Linear warm-up, then the schedule down to min_lr at the last step."""
+        train, step = self.train, self.step
+        if step < train.warmup_steps:
+            return train.lr * (step + 1) / train.warmup_steps
+        if train.schedule == "constant":
+            return train.lr
+        done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
+        left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return train.min_lr + (train.lr - train.min_lr) * left
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -67,13 +60,11 @@ def wrap(model: GPTModel) -> DistributedDataParallel:
         ),
         module=model,
     )
-    model.config.finalize_model_grads_func = _finalize
+    # without Megatron's division by a token count
+    model.config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
+        chunks, None, **options
+    )
     return ddp
-
-
-def _finalize(chunks: list[torch.nn.Module], _num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reductions without its division by a token count."""
-    finalize_model_grads(chunks, None, **kwargs)
 
 
 _CPU_OFFLOAD: dict[str, Any] = {
