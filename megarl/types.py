@@ -182,10 +182,6 @@ class MicrobatchPlan:
         updates = zip(self.rows, self.num_tokens, strict=True)
         return tuple(MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates)
 
-    def row_indices(self) -> list[int]:
-        """The rows of all updates, ranks and micro-batches."""
-        return [row for update in self.rows for rank in update for rows in rank for row in rows]
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveState:

@@ -51,10 +51,6 @@ class Objective:
     def initial_state(self) -> ObjectiveState:
         return ObjectiveState(kl_coef=self.algorithm.kl.coef)
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.algorithm.needs_reference
-
     def advantages(
         self, batch: TrainBatch, logprobs: LogProbs, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
@@ -66,7 +62,7 @@ class Objective:
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
-        if self.needs_reference:
+        if algorithm.needs_reference:
             assert logprobs.ref is not None, "a KL term without reference log-probs"
             old_T = clean(self._old(logprobs.old, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(logprobs.ref, batch.mask)
@@ -134,7 +130,7 @@ class Objective:
         weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
         if squared:
             metrics["correction/ess"] = weight**2 / squared
-        if metrics and self.needs_reference:
+        if metrics and self.algorithm.needs_reference:
             metrics["kl/coef"] = batch.kl_coef
         return metrics
 
@@ -173,7 +169,7 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """[T] bool: the tokens that the updates of `plan` train."""
     is_planned_N = torch.zeros(batch.num_rows, dtype=torch.bool)
-    is_planned_N[plan.row_indices()] = True
+    is_planned_N[[row for update in plan.rows for rank in update for rows in rank for row in rows]] = True
     return batch.mask & is_planned_N.repeat_interleave(batch.cu_seqlens.diff())
 
 

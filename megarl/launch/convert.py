@@ -155,7 +155,7 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         alone = Layout.of(Parallel(), 1, 0)
-        init_parallel(Parallel(), alone)
+        init_parallel(alone)
         settings = transformer_config(shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
         settings.mtp_num_layers = shape.mtp_layers if mtp else None
         with torch.device("meta"):
@@ -185,10 +185,7 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    if not interactive:
-        yield lambda task, nbytes: None
-        return
     columns = (TextColumn("{task.description:<7}"), BarColumn(30), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn()) as bar:
+    with Progress(*columns, TimeRemainingColumn(), disable=not interactive) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

@@ -18,22 +18,15 @@ from typing import Protocol
 
 import torch
 
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
+from megarl.trainer.offload import Memory
 
-__all__ = ["EngineMemory", "TimedPhases", "TrainerMemory"]
-
-
-class TrainerMemory(Protocol):
-    """Implemented by megarl.trainer.offload.Memory."""
-
-    def offload_training_state(self) -> None: ...
-    def offload_all(self) -> None: ...
-    def onload_weights(self) -> None: ...
+__all__ = ["EngineMemory", "TimedPhases"]
 
 
 class EngineMemory(Protocol):
-    """Implemented by megarl.rollout.engine.Engine."""
+    """Implemented by megarl.rollout.engine.Engine, whose module imports vLLM."""
 
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...  # weights | kv_cache
@@ -46,7 +39,7 @@ class TimedPhases:
     span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
     device: torch.device
-    trainer: TrainerMemory
+    trainer: Memory
     engine: EngineMemory | None = None  # None: a stage that samples nothing
     current: CurrentPhase = field(default_factory=CurrentPhase)
 
@@ -81,4 +74,4 @@ class TimedPhases:
         with self.span(name):
             yield
         self.add({f"memory/{name}/peak_gb": peak_gb(self.device)})
-        self.current.name = f"after {name}"  # not reached by an exception: it is still in the phase itself
+        self.current.name = f"after {name}"  # not reached after an exception, which belongs to the phase itself

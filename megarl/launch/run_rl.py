@@ -15,17 +15,9 @@ from megarl.algorithms.objective import Objective
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
-from megarl.launch.build import (
-    Rank,
-    export,
-    make_checkpoints,
-    make_prompts,
-    make_trainer,
-    open_rank,
-    open_rank_telemetry,
-)
+from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_rows
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
 from megarl.models.engine import engine_slices
@@ -80,7 +72,7 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
     checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
     start, state = checkpoint.restore(config.checkpoint.resume)
-    with open_rank_telemetry(rank, start) as telemetry:
+    with rank_telemetry(rank, start) as telemetry:
         span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
         evaluation = _evaluation(rank, exchange, every=config.eval.every)
         evaluation.forget(start)

@@ -23,8 +23,7 @@ from typing import TextIO
 from megarl.config.load import load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
-from megarl.launch.current import CurrentPhase
-from megarl.launch.exit_codes import Failure
+from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.platform.env import Env, set_env
 
 __all__ = ["main", "run_external", "run_rank"]

@@ -32,7 +32,7 @@ class PolicyLearner:
     @classmethod
     def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:
         """The reference is the trainer's present weights."""
-        reference = Reference.of(trainer.parameters_by_name()) if objective.needs_reference else None
+        reference = Reference.of(trainer.parameters_by_name()) if objective.algorithm.needs_reference else None
         return cls(trainer, objective, reference, seed)
 
     def score(self, batch: TrainBatch) -> LogProbs:

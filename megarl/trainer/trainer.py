@@ -30,7 +30,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.device import DTYPES
 from megarl.trainer.bridged import Bridged
-from megarl.trainer.forward import OnOutputs, forward_backward
+from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.load import load_hf
 from megarl.trainer.megatron_config import transformer_config
@@ -40,7 +40,6 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import Groups, destroy_parallel, init_parallel
-from megarl.trainer.update import LossSums, global_sums
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
 
 __all__ = ["Trainer"]
@@ -81,7 +80,7 @@ class Trainer:
         torch.distributed must be initialised. Every rank must call.
         """
         moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
-        groups = init_parallel(_sizes(layout), layout, seed=seed)
+        groups = init_parallel(layout, seed=seed)
         model, traced = _build_model(shape, layout, train, moe, use_te=device.type == "cuda")
         if is_checkpoint(Path(folder)):  # what `megarl convert --to megatron` wrote
             load_weights(model, Path(folder))
@@ -123,7 +122,8 @@ class Trainer:
         """Where each rank's parameters hold HF tensors; the same on every rank."""
         if self.traced is not None:
             return self.traced
-        sizes, world = _sizes(self.layout), self.layout.world
+        axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+        sizes, world = Parallel(*(axis.size for axis in axes)), self.layout.world
         layouts = [Layout.of(sizes, world, rank) for rank in range(world)]
         return [_slices(self.shape, layout, use_te=self.device.type == "cuda") for layout in layouts]
 
@@ -210,11 +210,6 @@ class Trainer:
     def _owns_outputs(self) -> bool:
         """True on one rank of each tensor and context group of the last stage: together they hold each row once."""
         return self.layout.pp.last and self.layout.tp.first and self.layout.cp.first
-
-
-def _sizes(layout: Layout) -> Parallel:
-    axes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
-    return Parallel(*(axis.size for axis in axes))
 
 
 def _build_model(
