@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -118,7 +119,36 @@ class Objective:
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
         """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token."""
-        return _PolicyLoss(self, batch, select_T)
+        return partial(self._token_losses, batch, select_T)
+
+    def _token_losses(
+        self, batch: ScoredBatch, select_T: Tensor | None, outputs: TokenOutputs, rows: MicrobatchRows
+    ) -> TokenLosses:
+        algorithm, mask_M = self.algorithm, rows.mask
+        assert outputs.logprobs_T is not None
+        rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
+        # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
+        trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
+        old_M = self._old(trainer_M, rollout_M, mask_M)
+        ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
+        options = algorithm.loss_bounds | algorithm.loss_options
+        selected = {} if select_T is None else {"select_T": rows.select(select_T)}
+        weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
+        loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
+        new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
+        clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
+        sums |= {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
+        if algorithm.needs_reference:
+            assert batch.ref_logprobs is not None, "a KL term without reference log-probs"
+            ref_M = clean(rows.select(batch.ref_logprobs), mask_M)
+            sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
+            if algorithm.kl.where == "loss":
+                loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
+        if outputs.entropy_T is not None:
+            sums["entropy"] = clean(outputs.entropy_T, mask_M)
+            if algorithm.entropy_coef:
+                loss_M = loss_M - algorithm.entropy_coef * sums["entropy"]
+        return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
         """What an update reports, from the means of `loss`.
@@ -238,41 +268,7 @@ def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> floa
     return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
 
 
-# --- the loss of a micro-batch ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _PolicyLoss:
-    objective: Objective
-    batch: ScoredBatch
-    select_T: Tensor | None
-
-    def __call__(self, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-        algorithm, batch, mask_M = self.objective.algorithm, self.batch, rows.mask
-        assert outputs.logprobs_T is not None
-        rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
-        # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
-        trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
-        old_M = self.objective._old(trainer_M, rollout_M, mask_M)
-        ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
-        options = algorithm.loss_bounds | algorithm.loss_options
-        selected = {} if self.select_T is None else {"select_T": rows.select(self.select_T)}
-        weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
-        loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
-        new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
-        clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
-        sums |= {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
-        if algorithm.needs_reference:
-            assert batch.ref_logprobs is not None, "a KL term without reference log-probs"
-            ref_M = clean(rows.select(batch.ref_logprobs), mask_M)
-            sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
-            if algorithm.kl.where == "loss":
-                loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
-        if outputs.entropy_T is not None:
-            sums["entropy"] = clean(outputs.entropy_T, mask_M)
-            if algorithm.entropy_coef:
-                loss_M = loss_M - algorithm.entropy_coef * sums["entropy"]
-        return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
+# --- correction ---------------------------------------------------------------------------------------------------
 
 
 def _correction(

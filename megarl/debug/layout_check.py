@@ -57,12 +57,11 @@ def parse_layout(text: str) -> Parallel:
     return Parallel(**sizes)
 
 
-def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int = 0, vocab: int = 0) -> TokenBatch:
+def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> TokenBatch:
     """Returns prompts as rows to learn from their second token on, each followed by `num_tokens` random tokens."""
     random, rows = torch.Generator().manual_seed(0), []
     for prompt in prompts:
-        suffix = torch.randint(vocab, (num_tokens,), generator=random) if num_tokens else torch.zeros(0).long()
-        tokens = torch.cat([torch.tensor(prompt.tokens), suffix])
+        tokens = torch.cat([torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)])
         rows.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
     return token_batch(rows, temperature=1.0)
 

@@ -13,7 +13,7 @@ import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class Failure:
     rank: int  # -1: no particular rank
     code: int
     message: str  # one line
-    phase: str  # in which it happened
-    time_s: float  # since the epoch; the earliest failure is the cause
+    phase: str = ""  # in which it happened
     traceback: str = ""  # its last lines, for bugs
+    time_s: float = field(default_factory=time.time)  # since the epoch; the earliest failure is the cause
 
 
 def classify(error: BaseException) -> int:
@@ -67,7 +67,7 @@ def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str
     text = " ".join(str(error).split()) or type(error).__name__
     message = text if code in (USER, REFUSED) else f"{type(error).__name__}: {text}"
     last_lines = "".join(traceback.format_exception(error)[-4:]) if code == DEFECT else ""
-    failure = Failure(rank, code, message, phase, time.time(), last_lines)
+    failure = Failure(rank, code, message, phase, last_lines)
     file = run_dir / "logs" / f"failure_{rank}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(asdict(failure)))

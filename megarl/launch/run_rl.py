@@ -5,11 +5,10 @@ engine, trainer --> publisher between them, exchange of samples, learner --> RlR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megarl.algorithms.objective import Objective
 from megarl.config.load import run_dir
@@ -57,12 +56,8 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
         evaluation.forget(0)
         result = evaluation.run(0)
         if env.is_main:
-            print(_table(result), flush=True)
-
-
-def _table(result: Mapping[str, Any]) -> str:
-    rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
-    return "\n".join([f"{result['size']} fresh problems", *rows])
+            rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
+            print(f"{result['size']} fresh problems", *rows, sep="\n", flush=True)
 
 
 def train_policy(rank: Rank, engine: Engine) -> Trainer:

@@ -8,7 +8,6 @@ Outputs are gathered over the context ranks, so a loss sees whole rows on each o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -94,24 +90,18 @@ def _read(
     return TokenOutputs(**dict(zip(fields, whole, strict=True)))
 
 
-@dataclass
 class LossSums:
     """Called with the outputs of each micro-batch on the last stage: returns its weighted loss and adds to the sums.
 
     `totals` starts from the sums of a micro-batch without rows, so every rank of every stage has the same names.
     """
 
-    loss: Loss
-    weights_T: Tensor  # [T] fp64, each token's share of the loss, of the whole batch
-    totals: dict[str, Tensor] = field(default_factory=dict)  # 0-d fp64, over the micro-batches of this rank
-
-    @classmethod
-    def of(cls, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> LossSums:
-        """`fields`: the fields of TokenOutputs that the head computes."""
-        sums = cls(loss, weights_T)
+    def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
+        """`weights_T` [T] fp64: each token's share of the loss; `fields` of TokenOutputs: those the head computes."""
+        self.loss, self.weights_T = loss, weights_T
+        self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
         start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
-        sums(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
-        return sums
+        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
         losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.trainer.logprobs import VocabShard, token_outputs
-from megarl.trainer.model import output_weight
 from megarl.types import TokenBatch, TokenOutputs
 
 __all__ = ["Head", "HeadOptions", "RewardHead", "ValueHead", "VocabularyHead"]
@@ -73,7 +72,9 @@ class VocabularyHead:
         """It reads the model's own output layer, or the tied embedding."""
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
-        weight_VH = output_weight(model)
+        tied = model.share_embeddings_and_output_weights
+        weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        assert weight_VH is not None
         return token_outputs(
             hidden_SH,
             weight_VH,

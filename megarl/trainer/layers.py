@@ -152,35 +152,27 @@ class _ExpertOutput(RowParallelLinear):
 
 
 def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
-    """The spec of the layers of one pipeline chunk: which of them have experts."""
+    """Returns the spec of the layers of one pipeline chunk; `is_moe` states for each whether it has experts."""
     norm: Any = RMSNorm
-    layer_spec = _local_layer
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        norm, layer_spec = TENorm, _te_layer
-    specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
+        norm = TENorm
+    specs = {kind: _layer_spec(config, is_moe=kind, use_te=use_te) for kind in set(is_moe)}
     if True in specs:
         _submodules(specs[True].submodules.mlp).router = BalancedRouter
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 
-def _te_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-
-
-def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization="RMSNorm",
-    )
+def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> ModuleSpec:
+    options: dict[str, Any] = {
+        "num_experts": config.num_moe_experts if is_moe else None,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -188,7 +180,7 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    if experts and config.add_bias_linear:
+    if is_moe and config.add_bias_linear:
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
     if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -196,5 +188,5 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _submodules(spec: Any) -> Any:
-    """Of a ModuleSpec, or of the partial that replaces it in 0.19."""
+    """Submodules of a ModuleSpec, or of the partial that replaces it in megatron-core 0.19."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

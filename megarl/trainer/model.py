@@ -21,7 +21,7 @@ from megarl.models.shape import ModelShape
 from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import scaled_frequencies
 
-__all__ = ["build_model", "local_tensors", "output_weight", "patch_chunk"]
+__all__ = ["build_model", "local_tensors", "patch_chunk"]
 
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
@@ -81,11 +81,3 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 def _passthrough(hidden: Tensor, weight: Tensor | None = None, **_unused: object) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def output_weight(model: GPTModel) -> Tensor:
-    """[padded_vocab / tp, hidden] of the last stage: the weight of the output layer, or the tied embedding."""
-    tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    assert weight is not None
-    return weight

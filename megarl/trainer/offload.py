@@ -77,9 +77,7 @@ class Memory:
 
     def onload_optimizer(self) -> None:
         """Before the optimizer step, and before a checkpoint."""
-        if not self._optimizer_on_device:
-            self._move_optimizer(self._device)
-            self._optimizer_on_device = True
+        self._move_optimizer(self._device, on_device=True)
 
     def offload_training_state(self) -> None:
         """Offload optimizer state and free gradients; keep the weights."""
@@ -110,13 +108,15 @@ class Memory:
         self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        if "optimizer" in self._offload and self._optimizer_on_device:
-            self._move_optimizer(torch.device("cpu"))
-            self._optimizer_on_device = False
+        if "optimizer" in self._offload:
+            self._move_optimizer(torch.device("cpu"), on_device=False)
 
     @torch.no_grad()
-    def _move_optimizer(self, device: torch.device) -> None:
-        """Moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
+    def _move_optimizer(self, device: torch.device, *, on_device: bool) -> None:
+        """Move the moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
+        if self._optimizer_on_device == on_device:
+            return
+        self._optimizer_on_device = on_device
         for part in _parts(self._optimizer):
             if part.config.bf16:
                 for group in part.optimizer.param_groups:

@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config.schema import Train
 
-__all__ = ["LrSchedule", "StepOutcome", "build_optimizer", "take_step", "wrap", "zero_grad"]
+__all__ = ["LrSchedule", "build_optimizer", "take_step", "wrap", "zero_grad"]
 
 
 @dataclass
@@ -103,12 +103,6 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> 
     return optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    grad_norm: float  # before clipping, over the whole model
-    skipped: bool
-
-
 def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -116,18 +110,20 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 
 @torch.no_grad()
-def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> StepOutcome:
-    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite."""
+def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> tuple[float, bool]:
+    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite.
+
+    Returns the norm before clipping, over the whole model, and whether the step was skipped.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm() or 0.0)
     if found_inf or not math.isfinite(norm):
-        return StepOutcome(norm, skipped=True)
+        return norm, True
     if clip_grad > 0:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            parameters = part.get_parameters()
-            if parameters:
+            if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
     optimizer.step_with_ready_grads()
-    return StepOutcome(norm, skipped=False)
+    return norm, False

@@ -162,19 +162,19 @@ class Trainer:
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
-        sums = LossSums.of(loss, weights_T, self.head.fields(entropy=True), self.device)
+        sums = LossSums(loss, weights_T, self.head.fields(entropy=True), self.device)
         microbatches = self._pack(batch, ranks[self.layout.dp.rank])
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
         self._run(batch, microbatches, sums, train=True)
         self.memory.onload_optimizer()
-        outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)
+        grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)
         totals = global_sums(sums.totals, counts=self._owns_outputs)
         value, count = totals.pop("loss"), totals.pop("count")
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}
         if self.router_losses is not None:
-            metrics |= global_sums(self.router_losses.finish(step=not outcome.skipped), counts=True)
-        return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
+            metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
+        return UpdateReport(value, grad_norm, lr, skipped, metrics)
 
     def finish_batch(self) -> None:
         """Advance the learning-rate schedule after the updates of one batch. A checkpoint may be saved afterwards."""

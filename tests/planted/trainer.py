@@ -89,8 +89,8 @@ TRAINER = [
     ),
     (
         "trainer/trainer.py",
-        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)",
-        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)\n        self.scheduler.step += 1",
+        "grad_norm, skipped = take_step(",
+        "self.scheduler.step += 1\n        grad_norm, skipped = take_step(",
         f"{LEARNER}::test_the_learning_rate_advances_once_a_batch",
     ),
     (
@@ -119,7 +119,7 @@ TRAINER = [
     ),
     (
         "trainer/moe.py",
-        "aux = (over.weight_R * balance_R).sum()",
+        "aux = (balance_rows.weight_R * balance_R).sum()",
         "aux = balance_R.mean()",
         f"{ROUTERS}::test_the_gradient_of_the_routers_is_that_of_the_weighed_sum",
     ),
@@ -131,8 +131,8 @@ TRAINER = [
     ),
     (
         "trainer/logprobs.py",
-        "constant_C = given_T[at] + of_entropy_C * entropy_T[at]",
-        "constant_C = given_T[at]",
+        "constant_C = grad_T[tokens] + grad_entropy_C * entropy_T[tokens]",
+        "constant_C = grad_T[tokens]",
         f"{LOGPROBS}::test_values_and_gradients",
     ),
     (
