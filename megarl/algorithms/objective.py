@@ -1,4 +1,4 @@
-"""What the policy is trained for: rewards become advantages once a batch, log-probs become losses in every micro-batch.
+"""The objective of a policy: rewards become advantages once per batch, log-probs become losses in every micro-batch.
 
     batch, log-probs --advantages--> ScoredBatch          once a step, on the whole batch, the same on every rank
     ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update
@@ -55,10 +55,10 @@ class Objective:
     def advantages(
         self, batch: TrainBatch, logprobs: LogProbs, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
-        """Clip and normalise outcome rewards, subtract a KL penalty that belongs to the reward, estimate advantages.
+        """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
-        Overlong shaping precedes all of it (`megarl.rollout.reward_shaping`). The state returned is the next batch's:
-        this batch uses the coefficient of `state`.
+        Overlong shaping happens before (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
+        batch uses the coefficient of `state`.
         """
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
@@ -98,9 +98,9 @@ class Objective:
         return self.algorithm.loss in SELECT
 
     def select(self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int) -> Tensor:
-        """[T] bool: the tokens of this update that clip_cov and kl_cov treat apart; the same on every rank.
+        """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on every rank.
 
-        `logprobs_T` are those of the policy right before the update, `batch.old_logprobs` those before the first.
+        `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before the first one.
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
@@ -151,7 +151,7 @@ class Objective:
         return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
-        """What an update reports, from the means of `loss`.
+        """Returns the metrics of an update, from the means that `loss` measures.
 
         correction/ess is the effective sample size under uncorrected importance weights w, as a share of the sample:
         (sum w)^2 / (n sum w^2).
@@ -165,7 +165,7 @@ class Objective:
         return metrics
 
     def _old(self, trainer_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
-        """The log-probs that ratios refer to: the trainer's, or with `use_rollout_logprobs` the engine's."""
+        """Returns the denominator of ratios: the trainer's log-probs, or with `use_rollout_logprobs` the engine's."""
         if not self.algorithm.use_rollout_logprobs:
             return trainer_T
         return torch.where(mask_T & rollout_T.isfinite(), rollout_T, trainer_T)
@@ -179,9 +179,9 @@ def loss_weights(
     group: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
-    """[T] fp64: each token's share of the loss of the update its row belongs to; 0 where it is not trained.
+    """Returns [T] fp64: each token's share of the loss of its row's update; 0 where it is not trained.
 
-    `group` [N] is for aggregations over prompts, `constant` the response budget of Dr. GRPO's.
+    `group` [N] is for aggregations over prompts; `constant` is the response budget of Dr. GRPO's aggregation.
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
@@ -197,7 +197,7 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 
 
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
-    """[T] bool: the tokens that the updates of `plan` train."""
+    """Returns [T] bool: the tokens that the updates of `plan` train."""
     is_planned_N = torch.zeros(batch.num_rows, dtype=torch.bool)
     is_planned_N[[row for update in plan.rows for rank in update for rows in rank for row in rows]] = True
     return batch.mask & is_planned_N.repeat_interleave(batch.cu_seqlens.diff())
@@ -211,7 +211,7 @@ def _sum(x_T: Tensor) -> Tensor:
 
 
 def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
-    """Outcome rewards [N] and baselines [N], clipped and normalised alike, and the statistics of all rewards so far."""
+    """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of all rewards."""
     bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
 
     def clipped(x_N: Tensor, stage: str) -> Tensor:
@@ -226,7 +226,7 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
-    """`token_rewards` with each row's outcome replaced; the reward of a process step that ends there too is kept."""
+    """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
     # exactly 0 without such a step, however large the reward
@@ -238,18 +238,18 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
 
 
 def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
-    """The configured estimator of KL(new || ref)."""
-    if term.estimator == "k3+":  # the clamp bounds its value and leaves its gradient
+    """Returns the configured estimate of KL(new || ref)."""
+    if term.estimator == "k3+":  # the clamp bounds its value but not its gradient
         return KL["k3+"](new_T, ref_T, value_clamp=term.value_clamp)
     value_T = KL[term.estimator](new_T, ref_T)
     return value_T if term.value_clamp is None else value_T.clamp(-term.value_clamp, term.value_clamp)
 
 
 def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
-    """The KL term of the loss, before its coefficient.
+    """Returns the KL term of the loss, without its coefficient.
 
-    With `importance_weighted` it is multiplied by pi / pi_old, since the samples are the old policy's. The ratio
-    carries gradient for the estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
+    With `importance_weighted` it is multiplied by pi / pi_old, since the old policy drew the samples. The ratio carries
+    gradient for the estimators whose value is unbiased; k2 and k3+ already have the gradient of KL.
     """
     kl_T = _kl(new_T, ref_T, term)
     if not term.importance_weighted:
@@ -259,7 +259,7 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
 
 
 def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """The next batch's coefficient. It follows the mean over rows of each row's mean k3, whatever the estimator."""
+    """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for every estimator."""
     rows = Rows.of(batch.mask, batch.cu_seqlens)
     trained_N = rows.num_tokens_N > 0
     if term.target is None or not trained_N.any():
@@ -279,8 +279,7 @@ def _correction(
     rows: MicrobatchRows,
     algorithm: Algorithm,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token correction weights [M], and the [M] tensors to sum: those weights, and the uncorrected importance
-    weights (for the effective sample size)."""
+    """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
     name, sampled = algorithm.correction, (old_M, rollout_M, rows.mask, rows.cu_seqlens)
     weights_M = CORRECTIONS[name](
         *sampled, logprobs_T=logprobs_M, advantages_T=advantages_M, **algorithm.correction_options

@@ -22,7 +22,7 @@ from megarl.types import Prompt, TokenBatch
 
 __all__ = ["LayoutResult", "check_layouts", "compare", "parse_layout", "prompt_rows"]
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, over the largest
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, relative to the largest
 AXES = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -43,7 +43,7 @@ class LayoutResult:
 
 
 def parse_layout(text: str) -> Parallel:
-    """ "tp2,pp2" -> its sizes; "1" or "dp": data parallelism alone. Raises ValueError for other texts."""
+    """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism. Raises ValueError for any other text."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, size = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]

@@ -1,12 +1,12 @@
-"""Which part of the job owns the device: rollout, train or sync. Each phase is timed, its peak memory recorded, and the
-tensors it needs are on- or offloaded.
+"""Phases of a step: rollout, train and sync. Each is timed, its peak memory recorded, and the tensors that it needs
+are on- or offloaded.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
     sync      begins: the engine's weights wake;           ends: the trainer is offloaded, the engine's cache wakes
 
-So optimizer state and the engine's cache are never on the device together. What is offloaded and what sleeps is
-configured (train.offload, rollout.sleep_level); by default everything stays where it is.
+So optimizer state and the engine's cache are never on the device together. By default nothing is offloaded and
+nothing sleeps (train.offload, rollout.sleep_level).
 """
 
 from __future__ import annotations

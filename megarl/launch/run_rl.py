@@ -1,4 +1,4 @@
-"""Reinforcement learning on one rank: the config becomes an RlRun, which runs; and `megarl eval`.
+"""Builds and runs an RlRun on one rank; and `megarl eval`.
 
 engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
 """
@@ -42,13 +42,13 @@ Span = Callable[[str], AbstractContextManager[None]]
 
 
 def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl train` of stage rl on this rank, from start-up to the last file."""
+    """Runs `megarl train` of stage rl on this rank."""
     with open_rank(config, env, phase) as rank:
         export(rank, train_policy(rank, make_engine(rank)))
 
 
 def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl eval` on this rank: held-out problems, greedy and at the temperature of rollouts."""
+    """Runs `megarl eval` on this rank: held-out problems, greedy and with the temperature of rollouts."""
     with open_rank(config, env, phase) as rank:
         engine = make_engine(rank)
         _publisher(rank, make_trainer(rank), engine).publish(version=0)
@@ -91,7 +91,7 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
         )
         try:
             train(run)
-        except CheckFailed:  # raised on every rank alike: what was learned so far is saved
+        except CheckFailed:  # raised on every rank: save the progress so far
             trainer.memory.onload_all()
             checkpoint.save()
             checkpoint.finish()
@@ -152,7 +152,7 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
 
 
 def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
-    """From this trainer into the engine, with a probe of both."""
+    """Returns the publisher from this trainer to the engine, with a probe that compares them."""
     config, shape, env, bound = rank.config, rank.shape, rank.env, parity_bound(rank.config)
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     launch = config.launch.model_copy(update={"processes": env.world_size})

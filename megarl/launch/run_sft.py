@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on one rank: the config becomes an SftRun, which runs."""
+"""Builds and runs an SftRun on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["run_sft"]
 
 
 def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl train` of stage sft on this rank, from start-up to the last file."""
+    """Runs `megarl train` of stage sft on this rank."""
     with open_rank(config, env, phase) as rank:
         trainer, prompts = make_trainer(rank), make_prompts(rank)
         checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))

@@ -152,7 +152,7 @@ class _Ranks:
         return Failure(rank, code, f"rank {rank} exited with status {status} without recording a failure")
 
     def _request_stack_traces(self) -> None:
-        """Have running ranks write their stack to their logs (faulthandler) before they are terminated."""
+        """Make running ranks write their stack to their logs (faulthandler) before they are terminated."""
         logs = [self.folder / "logs" / f"rank_{rank}.log" for rank in self.left_running]
         sizes = [log.stat().st_size for log in logs]
         for rank in self.left_running:

@@ -1,7 +1,7 @@
 """Rows split over the context ranks, zig-zag, and causal attention across them.
 
-A row is padded to 2 C chunks of one length, C context ranks; rank r has chunks r and 2 C - 1 - r, so every rank scores
-equally many pairs of query and key:
+With C context ranks, a row is padded to 2 C chunks of one length; rank r has chunks r and 2 C - 1 - r, so every rank
+scores the same number of pairs of query and key:
 
     row        | 0 | 1 | 2 | 3 |        C = 2
     rank 0     | 0 | 3 |                rank 1     | 1 | 2 |
@@ -28,12 +28,12 @@ __all__ = ["attend", "local_positions", "row_multiple"]
 
 
 def row_multiple(context: int) -> int:
-    """The padded length of a row is a multiple of this."""
+    """Returns the number that divides the padded length of every row."""
     return 2 * context if context > 1 else 1
 
 
 def local_positions(lengths: Sequence[int], context: Axis) -> Tensor:
-    """[Q] int64: which of the P positions of these padded rows are on this rank, in its order."""
+    """Returns [Q] int64: which of the P positions of these padded rows are on this rank, in its order."""
     parts, start = [torch.arange(0)], 0
     for length in lengths:
         chunk = length // row_multiple(context.size)

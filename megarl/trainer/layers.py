@@ -31,7 +31,7 @@ __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "bl
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32; its weight is marked as replicated over the sequence-parallel ranks."""
+    """Root-mean-square norm in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class PackedAttention(torch.nn.Module):
         return attend(query, key, value, lengths, self.context, self._attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
-        """Causal scores, a `Score`."""
+        """Causal attention, a `Score`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -107,7 +107,7 @@ class SinkAttention(PackedAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with the narrow projections replicated on every tensor rank, as under Transformer Engine.
+    """Megatron's layer, but with the narrow projections replicated on every tensor rank, as in Transformer Engine.
 
     Megatron's local spec splits them and gathers their outputs; the gradient of the key that all heads share then lacks
     the contributions of the other ranks' heads (0.16.1, 0.19.2).

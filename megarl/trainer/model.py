@@ -25,7 +25,7 @@ __all__ = ["build_model", "local_tensors", "patch_chunk"]
 
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
-    """This rank's chunks of the pipeline, parameters not yet loaded. The last returns hidden [T / tp, 1, hidden]."""
+    """Returns this rank's chunks, parameters not yet loaded. The last returns hidden states [T / tp, 1, hidden]."""
     chunks, models = stage_layers(shape.layers, layout), []
     for number, layers in enumerate(chunks):
         last = layout.pp.last and number == len(chunks) - 1

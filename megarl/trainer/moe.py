@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances them instead.
+"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances experts instead.
 
     Microbatch -> RouterRows --BalancedRouter.routing--> gradient of the logits, tokens of each expert --> bias
 
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RouterRows:
-    """The rows of a micro-batch, for this rank's tokens."""
+    """Which row of a micro-batch each of this rank's tokens belongs to."""
 
     row_N: Tensor  # [N] int64, R for padding
     length_R: Tensor  # [R] fp32, of the whole row
@@ -54,7 +54,7 @@ class RouterRows:
 
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
-        """`weights_T` are those of the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
+        """`weights_T` belong to the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
         rows, cu_seqlens = microbatch.rows, microbatch.rows.cu_seqlens.cpu()
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
@@ -63,18 +63,18 @@ class RouterRows:
         return cls(row_N.to(device), cu_seqlens.diff().float().to(device), until.diff().float().to(device))
 
     def as_one(self) -> RouterRows:
-        """The whole micro-batch as a single row."""
+        """Returns the whole micro-batch as a single row."""
         is_padding_N = self.row_N == self.length_R.numel()
         return RouterRows(is_padding_N.long(), self.length_R.sum()[None], self.weight_R.sum()[None])
 
     def sums(self, x_NE: Tensor) -> Tensor:
-        """[R, E]: over the tokens of each row."""
+        """Returns [R, E]: sums over the tokens of each row."""
         whole = x_NE.new_zeros(self.length_R.numel() + 1, *x_NE.shape[1:])
         return whole.index_add(0, self.row_N, x_NE)[:-1]
 
 
 def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
-    """[N, E] fp32, of sum 1 over the experts: softmax, or sigmoids divided by their sum."""
+    """Returns [N, E] fp32 that sum to 1 over the experts: softmax, or sigmoids divided by their sum."""
     if kind == "softmax":
         return logits_NE.float().softmax(-1)
     sigmoid_NE = logits_NE.float().sigmoid()
@@ -82,7 +82,7 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 
 
 def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
-    """[R]: the contribution of this rank's tokens to each row's balance; the ranks of `group` have the other tokens."""
+    """Returns [R]: the part of each row's balance from this rank's tokens; ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
     if group is not None and group.size() > 1:
@@ -93,15 +93,15 @@ def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGro
 
 
 def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
-    """[R]: the contribution of this rank's tokens to each row's z."""
+    """Returns [R]: the part of each row's z from this rank's tokens."""
     return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
 
 
 class BalancedRouter(TopKRouter):
     """Megatron's router with the auxiliary losses of the current update.
 
-    Its calls with gradient enabled come in the order of the micro-batches, in the forward pass or, where activations
-    are recomputed, in the backward pass: the n-th call is for the n-th micro-batch.
+    The n-th call with gradient enabled is for the n-th micro-batch: in the forward pass, or where activations are
+    recomputed, in the backward pass.
     """
 
     losses: RouterLosses | None = None
@@ -142,7 +142,7 @@ class RouterLosses:
             self.counts[router] = torch.zeros(self._num_experts, device=device)
 
     def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
-        """0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
+        """Returns 0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
         moe = self._moe
         balance_rows = rows.as_one() if moe.aux_loss_type == "megatron" else rows
         scores_NE = scores_of(logits_NE, router.score_function)
@@ -155,7 +155,7 @@ class RouterLosses:
 
     @torch.no_grad()
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """This rank's part of each loss, averaged over layers, without its coefficient.
+        """Returns this rank's part of each loss, averaged over layers, without its coefficient.
 
         With `step` it also updates the biases: experts with more tokens in this update than the mean become less
         likely, others more (DeepSeek-V3).
@@ -172,8 +172,11 @@ class RouterLosses:
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the tensors of the last batch that Megatron's dispatchers keep: their graph holds the parameters, in a cycle
-    that the garbage collector does not see, so the model would never be freed."""
+    """Drop the tensors of the last batch that Megatron's dispatchers store.
+
+    Their graph refers to the parameters in a cycle that the garbage collector cannot see: the model would never be
+    freed.
+    """
     for module in (module for chunk in chunks for module in chunk.modules()):
         state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
         state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

@@ -1,7 +1,7 @@
 """Megatron's DistributedDataParallel and DistributedOptimizer around the model, and one guarded optimizer step.
 
-Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. A step is taken or skipped
-on the gradient norm, which Megatron reduces over the whole world, so every rank decides alike.
+Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. Whether a step is skipped
+depends on the gradient norm, which Megatron reduces over the whole world, so every rank decides the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _CPU_OFFLOAD: dict[str, Any] = {
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
     """Adam with fp32 main weights, its state sharded over the data ranks.
 
-    Weight decay is decoupled, and spares norms and biases.
+    Weight decay is decoupled, and not applied to norms and biases.
     """
     bf16 = train.dtype == "bf16"
     config = OptimizerConfig(

@@ -1,4 +1,4 @@
-"""Megarl's layout as Megatron-Core's process groups. The only reader of `megatron.core.parallel_state`."""
+"""Creates Megatron-Core's process groups for a layout. The only reader of `megatron.core.parallel_state`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
         create_gloo_process_groups=False,
     )
     _assert_agrees(layout)
-    # Megatron's layers enter a named random state even where nothing is drawn.
+    # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
@@ -48,7 +48,7 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
 def destroy_parallel() -> None:
     """Close Megatron's process groups, so that another layout can be built in this process. Every rank must call.
 
-    Megatron itself only drops its references; the groups' threads (some fifty a layout under gloo) would keep polling.
+    Megatron only drops its references; the groups' threads (about fifty per layout with gloo) would keep polling.
     """
     if not parallel_state.model_parallel_is_initialized():
         return
@@ -61,7 +61,7 @@ def destroy_parallel() -> None:
 
 
 def _assert_agrees(layout: Layout) -> None:
-    """Megarl's world arithmetic and Megatron's must give this rank the same coordinates."""
+    """Asserts that Megatron gives this rank the coordinates of `layout`."""
     axes = {
         "tp": "tensor_model_parallel",
         "pp": "pipeline_model_parallel",
