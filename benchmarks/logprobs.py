@@ -143,7 +143,7 @@ def verls_logits(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome
 def megatrons(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
     assert entropy == "none"
     _one_rank()
-    init_parallel(Parallel(), Layout.of(Parallel(), 1, 0))
+    init_parallel(Layout.of(Parallel(), 1, 0))
     cross_entropy = import_module("megatron.core.tensor_parallel").vocab_parallel_cross_entropy
 
     def read(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -182,7 +181,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
             _make_folder(run_dir(config))
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
-            write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up", time.time()))
+            write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up"))
         raise
     if env.is_main:
         for warning in job.warnings:

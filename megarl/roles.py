@@ -1,4 +1,4 @@
-"""The roles the loop knows. A backend is anything that implements one; the loop never asks which.
+"""The roles that the loop uses. A backend is any implementation; the loop never depends on which.
 
 In colocated mode every rank runs the loop, calls every method in the same order, and gets the same result (SPMD):
 
@@ -10,8 +10,8 @@ In colocated mode every rank runs the loop, calls every method in the same order
     update    waits for the slowest data rank: gradients and the decision to skip are all-reduced
     publish   waits until every rank has verified what it received
 
-A decision to stop or skip is taken on an all-reduced value. An exception on one rank is published, so that no peer
-waits in a collective until its time-out.
+A decision to stop or skip depends only on an all-reduced value. An exception on one rank is broadcast, so that no
+peer waits in a collective until the time-out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prompts(Protocol):
 
 
 class Sampler(Protocol):
-    """The policy as it samples: the engine replica of this rank."""
+    """Samples from the policy: the engine replica of this rank."""
 
     def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]: ...
 
@@ -60,7 +60,7 @@ class Rewards(Protocol):
 
 
 class Rollouts(Protocol):
-    """Prompts in, scored groups out: generates, scores, filters, refills; the same groups on every rank."""
+    """Generates, scores, filters and refills groups of samples; returns the same groups on every rank."""
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
 
@@ -70,14 +70,14 @@ Gate = Callable[[TrainBatch, LogProbs], Mapping[str, float]]
 
 
 class Learner(Protocol):
-    """What is trained."""
+    """The models that are trained."""
 
     def score(self, batch: TrainBatch) -> LogProbs:
-        """Whatever the objective needs before the update."""
+        """Returns the log-probs that the objective needs before the update."""
         ...
 
     def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
-        """The updates of one batch; a refusal of the gate leaves everything untouched."""
+        """Makes the updates of one batch; if the gate refuses it, nothing changes."""
         ...
 
 
@@ -94,7 +94,7 @@ class Checks(Protocol):
 
 
 class Phases(Protocol):
-    """Which part of the job owns the device. On CPU and in split mode the phases are only timed."""
+    """Contexts that decide which part of the job owns the device. On CPU and in split mode they are only timed."""
 
     def rollout(self) -> AbstractContextManager[None]: ...
     def train(self) -> AbstractContextManager[None]: ...
@@ -102,7 +102,7 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """Saves after `step` rollout batches, when a save is due; `last`: there will be no further step."""
+    """Saves after `step` rollout batches, when a save is due; `last` marks the last step."""
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
 
@@ -114,13 +114,13 @@ class Evaluation(Protocol):
 
 
 class Record(Protocol):
-    """Writes the metrics of one step from what its roles returned."""
+    """Writes the metrics of one step from the reports of its roles."""
 
     def __call__(self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None: ...
 
 
 class Telemetry(Protocol):
-    """One line of metrics a step, and a progress bar."""
+    """Writes one line of metrics per step, and shows a progress bar."""
 
     def step(self, step: int) -> AbstractContextManager[Record]: ...
     def span(self, name: str) -> AbstractContextManager[None]: ...

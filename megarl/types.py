@@ -63,13 +63,13 @@ class Sample:
     reward: float | None = None  # None: not scored (yet, or the reward failed)
     rewards: Mapping[str, float] = field(default_factory=dict)  # each reward, unweighted
     step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step that ends there)
-    has_outcome: bool = True  # False: `reward` only sums up the steps; it is not trained on beside them
+    has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of one prompt that were kept; `dropped` counts those that could not be scored, by cause."""
+    """The scored samples of one prompt; `dropped` counts those that could not be scored, by cause."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -79,10 +79,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What one step sampled, the same on every rank."""
+    """The samples of one step, the same on every rank."""
 
     groups: tuple[Group, ...]  # those to train on
-    generated: tuple[Group, ...]  # every scored group, also those that were filtered out
+    generated: tuple[Group, ...]  # every scored group, including those that were filtered out
     counts: Mapping[str, int]  # samples and groups left out, by cause
     digest: str  # sha256 over prompt id, sample index and tokens of `groups`
 
@@ -129,7 +129,7 @@ class ScoredBatch(TrainBatch):
     advantages: Tensor  # [T] fp32
     old_logprobs: Tensor | None  # [T] fp32, the trainer's before the update; None: those of the update's own forward
     ref_logprobs: Tensor | None  # [T] fp32; None: the objective has no reference term
-    kl_coef: float  # in force for this batch, in the reward and in the loss
+    kl_coef: float  # of this batch, in the reward and in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What a head computes for each position, fp32; None: the head does not compute it."""
+    """Outputs of a head for each position, fp32; None: the head does not compute it."""
 
     logprobs_T: Tensor | None = None  # of the label
     entropy_T: Tensor | None = None  # nats
-    values_T: Tensor | None = None  # one number a token: a critic's value, a reward model's score
+    values_T: Tensor | None = None  # one number per token: a critic's value, a reward model's score
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +165,11 @@ class MicrobatchRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """The losses of one micro-batch, and what was measured on the way."""
+    """The losses of one micro-batch, and sums to report."""
 
     loss: Tensor  # [M] with gradient, unweighted, 0 where the mask is False
     sums: Mapping[str, Tensor]  # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
-    count: Tensor  # 0-d: what the sums are divided by, once both are summed over micro-batches and ranks
+    count: Tensor  # 0-d: the divisor of the sums, once both are summed over micro-batches and ranks
 
 
 Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
@@ -177,10 +177,10 @@ Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """Which rows go where: ``rows[update][dp_rank][microbatch]`` is a tuple of row indices.
+    """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` is a tuple of row indices.
 
-    Every dp rank has the same number of micro-batches in an update; an empty one is legal.
-    Together the rows of all updates are each row of the batch once.
+    Every dp rank has the same number of micro-batches in an update; an empty one is legal. Each row of the batch is in
+    exactly one update.
     """
 
     rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
@@ -192,14 +192,10 @@ class MicrobatchPlan:
         updates = zip(self.rows, self.num_tokens, strict=True)
         return tuple(MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates)
 
-    def row_indices(self) -> list[int]:
-        """The rows of all updates, ranks and micro-batches."""
-        return [row for update in self.rows for rank in update for rows in rank for row in rows]
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveState:
-    """What the objective carries from step to step; saved with checkpoints."""
+    """The state of the objective between steps; saved with checkpoints."""
 
     kl_coef: float
     reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of all outcome rewards so far
@@ -230,7 +226,7 @@ class PublishReport:
 
     version: int
     num_tensors: int
-    bytes_kept: int  # what all engine ranks hold, bytes
-    bytes_received: int  # what crossed a process border, bytes
+    bytes_kept: int  # stored by all engine ranks together
+    bytes_received: int  # sent from one process to another
     verified: bool
     seconds: float

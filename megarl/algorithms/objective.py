@@ -1,4 +1,4 @@
-"""What the policy is trained for: rewards become advantages once a batch, log-probs become losses in every micro-batch.
+"""The objective of a policy: rewards become advantages once per batch, log-probs become losses in every micro-batch.
 
     batch, log-probs --advantages--> ScoredBatch          once a step, on the whole batch, the same on every rank
     ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,22 +52,18 @@ class Objective:
     def initial_state(self) -> ObjectiveState:
         return ObjectiveState(kl_coef=self.algorithm.kl.coef)
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.algorithm.needs_reference
-
     def advantages(
         self, batch: TrainBatch, logprobs: LogProbs, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
-        """Clip and normalise outcome rewards, subtract a KL penalty that belongs to the reward, estimate advantages.
+        """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
-        Overlong shaping precedes all of it (`megarl.rollout.reward_shaping`). The state returned is the next batch's:
-        this batch uses the coefficient of `state`.
+        Overlong shaping happens before (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
+        batch uses the coefficient of `state`.
         """
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
-        if self.needs_reference:
+        if algorithm.needs_reference:
             assert logprobs.ref is not None, "a KL term without reference log-probs"
             old_T = clean(self._old(logprobs.old, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(logprobs.ref, batch.mask)
@@ -101,9 +98,9 @@ class Objective:
         return self.algorithm.loss in SELECT
 
     def select(self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int) -> Tensor:
-        """[T] bool: the tokens of this update that clip_cov and kl_cov treat apart; the same on every rank.
+        """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on every rank.
 
-        `logprobs_T` are those of the policy right before the update, `batch.old_logprobs` those before the first.
+        `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before the first one.
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
@@ -122,145 +119,20 @@ class Objective:
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
         """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token."""
-        return _PolicyLoss(self, batch, select_T)
+        return partial(self._token_losses, batch, select_T)
 
-    def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
-        """What an update reports, from the means of `loss`.
-
-        correction/ess is the effective sample size under uncorrected importance weights w, as a share of the sample:
-        (sum w)^2 / (n sum w^2).
-        """
-        metrics = dict(means)
-        weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
-        if squared:
-            metrics["correction/ess"] = weight**2 / squared
-        if metrics and self.needs_reference:
-            metrics["kl/coef"] = batch.kl_coef
-        return metrics
-
-    def _old(self, trainer_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
-        """The log-probs that ratios refer to: the trainer's, or with `use_rollout_logprobs` the engine's."""
-        if not self.algorithm.use_rollout_logprobs:
-            return trainer_T
-        return torch.where(mask_T & rollout_T.isfinite(), rollout_T, trainer_T)
-
-
-def loss_weights(
-    batch: TokenBatch,
-    plan: MicrobatchPlan,
-    aggregation: str = "token-mean",
-    *,
-    group: Tensor | None = None,
-    constant: float | None = None,
-) -> Tensor:
-    """[T] fp64: each token's share of the loss of the update its row belongs to; 0 where it is not trained.
-
-    `group` [N] is for aggregations over prompts, `constant` the response budget of Dr. GRPO's.
-    """
-    weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    for update in plan.updates():
-        weights_T += WEIGHTS[aggregation](_trained(batch, update), batch.cu_seqlens, group, constant=constant)
-    return weights_T
-
-
-def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-    """Cross-entropy of each label."""
-    assert outputs.logprobs_T is not None
-    sums = {} if outputs.entropy_T is None else {"entropy": _sum(clean(outputs.entropy_T, rows.mask))}
-    return TokenLosses(-clean(outputs.logprobs_T, rows.mask), sums, rows.mask.sum())
-
-
-def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
-    """[T] bool: the tokens that the updates of `plan` train."""
-    is_planned_N = torch.zeros(batch.num_rows, dtype=torch.bool)
-    is_planned_N[plan.row_indices()] = True
-    return batch.mask & is_planned_N.repeat_interleave(batch.cu_seqlens.diff())
-
-
-def _sum(x_T: Tensor) -> Tensor:
-    return x_T.detach().double().sum()
-
-
-# --- rewards ------------------------------------------------------------------------------------------------------
-
-
-def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
-    """Outcome rewards [N] and baselines [N], clipped and normalised alike, and the statistics of all rewards so far."""
-    bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
-
-    def clipped(x_N: Tensor, stage: str) -> Tensor:
-        return x_N.clamp(*bounds) if bounds is not None and stage == clip_stage else x_N
-
-    rewards_N, baseline_N = (clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))
-    if algorithm.normalise_rewards:
-        seen = seen.merge(whiten_stats(rewards_N, (batch.outcome_at >= 0) & rewards_N.isfinite()))
-        scale = (seen.variance() + 1e-8) ** -0.5 if seen.variance() else 1.0
-        rewards_N, baseline_N = ((x_N - seen.mean) * scale for x_N in (rewards_N, baseline_N))
-    return clipped(rewards_N, "normalised").float(), clipped(baseline_N, "normalised").float(), seen
-
-
-def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
-    """`token_rewards` with each row's outcome replaced; the reward of a process step that ends there too is kept."""
-    has_outcome_N = batch.outcome_at >= 0
-    position_N = batch.outcome_at[has_outcome_N]
-    # exactly 0 without such a step, however large the reward
-    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
-    return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
-
-
-# --- KL -----------------------------------------------------------------------------------------------------------
-
-
-def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
-    """The configured estimator of KL(new || ref)."""
-    if term.estimator == "k3+":  # the clamp bounds its value and leaves its gradient
-        return KL["k3+"](new_T, ref_T, value_clamp=term.value_clamp)
-    value_T = KL[term.estimator](new_T, ref_T)
-    return value_T if term.value_clamp is None else value_T.clamp(-term.value_clamp, term.value_clamp)
-
-
-def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
-    """The KL term of the loss, before its coefficient.
-
-    With `importance_weighted` it is multiplied by pi / pi_old, since the samples are the old policy's. The ratio
-    carries gradient for the estimators whose value is unbiased; k2 and k3+ have the gradient of KL already.
-    """
-    kl_T = _kl(new_T, ref_T, term)
-    if not term.importance_weighted:
-        return kl_T
-    ratio_T = (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
-
-
-def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """The next batch's coefficient. It follows the mean over rows of each row's mean k3, whatever the estimator."""
-    rows = Rows.of(batch.mask, batch.cu_seqlens)
-    trained_N = rows.num_tokens_N > 0
-    if term.target is None or not trained_N.any():
-        return coef
-    mean = float(rows.mean(kl_T.double())[trained_N].mean())
-    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
-
-
-# --- the loss of a micro-batch ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _PolicyLoss:
-    objective: Objective
-    batch: ScoredBatch
-    select_T: Tensor | None
-
-    def __call__(self, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-        algorithm, batch, mask_M = self.objective.algorithm, self.batch, rows.mask
+    def _token_losses(
+        self, batch: ScoredBatch, select_T: Tensor | None, outputs: TokenOutputs, rows: MicrobatchRows
+    ) -> TokenLosses:
+        algorithm, mask_M = self.algorithm, rows.mask
         assert outputs.logprobs_T is not None
         rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
         # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
         trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
-        old_M = self.objective._old(trainer_M, rollout_M, mask_M)
+        old_M = self._old(trainer_M, rollout_M, mask_M)
         ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
         options = algorithm.loss_bounds | algorithm.loss_options
-        selected = {} if self.select_T is None else {"select_T": rows.select(self.select_T)}
+        selected = {} if select_T is None else {"select_T": rows.select(select_T)}
         weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
         loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
         new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
@@ -278,6 +150,126 @@ class _PolicyLoss:
                 loss_M = loss_M - algorithm.entropy_coef * sums["entropy"]
         return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
+    def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics of an update, from the means that `loss` measures.
+
+        correction/ess is the effective sample size under uncorrected importance weights w, as a share of the sample:
+        (sum w)^2 / (n sum w^2).
+        """
+        metrics = dict(means)
+        weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
+        if squared:
+            metrics["correction/ess"] = weight**2 / squared
+        if metrics and self.algorithm.needs_reference:
+            metrics["kl/coef"] = batch.kl_coef
+        return metrics
+
+    def _old(self, trainer_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
+        """Returns the denominator of ratios: the trainer's log-probs, or with `use_rollout_logprobs` the engine's."""
+        if not self.algorithm.use_rollout_logprobs:
+            return trainer_T
+        return torch.where(mask_T & rollout_T.isfinite(), rollout_T, trainer_T)
+
+
+def loss_weights(
+    batch: TokenBatch,
+    plan: MicrobatchPlan,
+    aggregation: str = "token-mean",
+    *,
+    group: Tensor | None = None,
+    constant: float | None = None,
+) -> Tensor:
+    """Returns [T] fp64: each token's share of the loss of its row's update; 0 where it is not trained.
+
+    `group` [N] is for aggregations over prompts; `constant` is the response budget of Dr. GRPO's aggregation.
+    """
+    weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for update in plan.updates():
+        weights_T += WEIGHTS[aggregation](_trained(batch, update), batch.cu_seqlens, group, constant=constant)
+    return weights_T
+
+
+def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
+    """Cross-entropy of each label."""
+    assert outputs.logprobs_T is not None
+    sums = {} if outputs.entropy_T is None else {"entropy": _sum(clean(outputs.entropy_T, rows.mask))}
+    return TokenLosses(-clean(outputs.logprobs_T, rows.mask), sums, rows.mask.sum())
+
+
+def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
+    """Returns [T] bool: the tokens that the updates of `plan` train."""
+    is_planned_N = torch.zeros(batch.num_rows, dtype=torch.bool)
+    is_planned_N[[row for update in plan.rows for rank in update for rows in rank for row in rows]] = True
+    return batch.mask & is_planned_N.repeat_interleave(batch.cu_seqlens.diff())
+
+
+def _sum(x_T: Tensor) -> Tensor:
+    return x_T.detach().double().sum()
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
+    """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of all rewards."""
+    bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
+
+    def clipped(x_N: Tensor, stage: str) -> Tensor:
+        return x_N.clamp(*bounds) if bounds is not None and stage == clip_stage else x_N
+
+    rewards_N, baseline_N = (clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))
+    if algorithm.normalise_rewards:
+        seen = seen.merge(whiten_stats(rewards_N, (batch.outcome_at >= 0) & rewards_N.isfinite()))
+        scale = (seen.variance() + 1e-8) ** -0.5 if seen.variance() else 1.0
+        rewards_N, baseline_N = ((x_N - seen.mean) * scale for x_N in (rewards_N, baseline_N))
+    return clipped(rewards_N, "normalised").float(), clipped(baseline_N, "normalised").float(), seen
+
+
+def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
+    """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
+    has_outcome_N = batch.outcome_at >= 0
+    position_N = batch.outcome_at[has_outcome_N]
+    # exactly 0 without such a step, however large the reward
+    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
+    return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
+
+
+# --- KL -----------------------------------------------------------------------------------------------------------
+
+
+def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
+    """Returns the configured estimate of KL(new || ref)."""
+    if term.estimator == "k3+":  # the clamp bounds its value but not its gradient
+        return KL["k3+"](new_T, ref_T, value_clamp=term.value_clamp)
+    value_T = KL[term.estimator](new_T, ref_T)
+    return value_T if term.value_clamp is None else value_T.clamp(-term.value_clamp, term.value_clamp)
+
+
+def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
+    """Returns the KL term of the loss, without its coefficient.
+
+    With `importance_weighted` it is multiplied by pi / pi_old, since the old policy drew the samples. The ratio carries
+    gradient for the estimators whose value is unbiased; k2 and k3+ already have the gradient of KL.
+    """
+    kl_T = _kl(new_T, ref_T, term)
+    if not term.importance_weighted:
+        return kl_T
+    ratio_T = (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
+
+
+def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
+    """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for every estimator."""
+    rows = Rows.of(batch.mask, batch.cu_seqlens)
+    trained_N = rows.num_tokens_N > 0
+    if term.target is None or not trained_N.any():
+        return coef
+    mean = float(rows.mean(kl_T.double())[trained_N].mean())
+    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
+
+
+# --- correction ---------------------------------------------------------------------------------------------------
+
 
 def _correction(
     logprobs_M: Tensor,
@@ -287,8 +279,7 @@ def _correction(
     rows: MicrobatchRows,
     algorithm: Algorithm,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token correction weights [M], and the [M] tensors to sum: those weights, and the uncorrected importance
-    weights (for the effective sample size)."""
+    """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
     name, sampled = algorithm.correction, (old_M, rollout_M, rows.mask, rows.cu_seqlens)
     weights_M = CORRECTIONS[name](
         *sampled, logprobs_T=logprobs_M, advantages_T=advantages_M, **algorithm.correction_options

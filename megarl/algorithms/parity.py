@@ -1,4 +1,4 @@
-"""Differences between the log-probs of trainer and engine on the tokens just sampled, and their likely cause.
+"""Measures how log-probs of trainer and engine differ on the tokens just sampled, and suggests a cause.
 
 Both score the same tokens with the same weights and temperature, so in fp32 they agree up to rounding. A larger
 difference is a fault; how it is distributed over the batch shows where to look first.
@@ -17,7 +17,7 @@ __all__ = ["Parity", "compare", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Over the sampled tokens of a batch; all zero when there are none."""
+    """Differences over the sampled tokens of a batch; all zero if there are none."""
 
     mean: float  # of |trainer - engine|
     max: float
@@ -64,7 +64,7 @@ def compare(batch: TrainBatch, logprobs: LogProbs) -> Parity:
 
 
 def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
-    """A hint at the cause: weights, sampling settings, routing or kernels."""
+    """Returns a likely cause: weights, sampling settings, routing or kernels."""
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (
@@ -80,4 +80,4 @@ def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
         return "few tokens are far off and the rest agree, which looks like routing: near-ties that fall differently"
     if parity.share_off < 0.05:
         return "few tokens are far off and the rest agree, which looks like kernels of lower precision"
-    return "most tokens differ, which looks like weights: what the engine holds is not what the trainer holds"
+    return "most tokens differ, which looks like weights: the engine's are not the trainer's"

@@ -1,1 +1,1 @@
-"""Finding where two computations of the same batch first differ."""
+"""Finds where two computations of the same batch first differ."""

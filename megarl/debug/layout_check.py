@@ -1,12 +1,13 @@
-"""One batch under several layouts: loss, gradient norm, and the first layer whose hidden states differ.
+"""Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states differ.
 
-layouts, one after another in the same ranks --> LayoutResult of each --compare--> where it leaves the first one
+layouts, one after another in the same ranks --> LayoutResult of each --compare--> where it first differs
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from megarl.layout import Layout, Parallel
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-__all__ = ["Comparison", "LayoutResult", "check_layouts", "compare", "parse_layout", "prompt_rows"]
+__all__ = ["LayoutResult", "check_layouts", "compare", "parse_layout", "prompt_rows"]
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, over the largest
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, relative to the largest
 AXES = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -41,18 +42,8 @@ class LayoutResult:
     logprobs: Tensor  # [T] fp32
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One layout beside the first."""
-
-    layout: str
-    loss: float
-    grad_norm: float
-    difference: str  # where they first differ; "": nowhere
-
-
 def parse_layout(text: str) -> Parallel:
-    """ "tp2,pp2" -> its sizes; "1" or "dp": data parallelism alone. Raises ValueError for other texts."""
+    """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism. Raises ValueError for any other text."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, size = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]
@@ -60,18 +51,17 @@ def parse_layout(text: str) -> Parallel:
             continue
         if axis not in AXES or not size or int(size) < 1:
             raise ValueError(
-                f"--layouts {text!r}: {part!r} is no layout; write 1, or as tp2 or tp2,pp2 ({', '.join(AXES)})"
+                f"--layouts {text!r}: {part!r} is not a layout; write 1, tp2 or tp2,pp2 ({', '.join(AXES)})"
             )
         sizes[AXES[axis]] = int(size)
     return Parallel(**sizes)
 
 
-def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int = 0, vocab: int = 0) -> TokenBatch:
-    """Prompts as rows to learn from their second token on, each followed by `num_tokens` random ones."""
+def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> TokenBatch:
+    """Returns prompts as rows to learn from their second token on, each followed by `num_tokens` random tokens."""
     random, rows = torch.Generator().manual_seed(0), []
     for prompt in prompts:
-        suffix = torch.randint(vocab, (num_tokens,), generator=random) if num_tokens else torch.zeros(0).long()
-        tokens = torch.cat([torch.tensor(prompt.tokens), suffix])
+        tokens = torch.cat([torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)])
         rows.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
     return token_batch(rows, temperature=1.0)
 
@@ -79,10 +69,7 @@ def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int = 0, vocab: int = 
 def check_layouts(
     layouts: Sequence[str], batch: TokenBatch, build: Callable[[Layout], Trainer], *, world: int, rank: int
 ) -> list[LayoutResult]:
-    """Build a trainer in each layout with `build`, and take one update with it.
-
-    Every rank must call, and gets the same results.
-    """
+    """Builds a trainer in each layout with `build` and makes one update. Every rank must call; results are the same."""
     results = []
     for text in layouts:
         trainer = build(Layout.of(parse_layout(text), world, rank))
@@ -96,10 +83,10 @@ def check_layouts(
     return results
 
 
-def compare(results: Sequence[LayoutResult], dtype: str) -> list[Comparison]:
-    """Each result beside the first."""
-    first, tolerance = results[0], TOLERANCE[dtype]
-    return [Comparison(x.layout, x.loss, x.grad_norm, _first_difference(x, first, tolerance)) for x in results]
+def compare(results: Sequence[LayoutResult], dtype: str) -> list[dict[str, Any]]:
+    """Returns layout, loss, grad_norm of each result, and the first difference from the first result ("": none)."""
+    values = [(x, _first_difference(x, results[0], TOLERANCE[dtype])) for x in results]
+    return [{"layout": x.layout, "loss": x.loss, "grad_norm": x.grad_norm, "difference": text} for x, text in values]
 
 
 def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:

@@ -1,13 +1,13 @@
-"""What every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
+"""Builds what every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
 
-A stage's own parts are in run_rl.py, run_sft.py and run_check.py. Every rank does the same in the same order: engines
-and process groups are made by collectives.
+run_rl.py, run_sft.py and run_check.py build the rest. Every rank must call the same functions in the same order, since
+engines and process groups are created by collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,7 +22,7 @@ from megarl.config.schema import Config
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, load_task
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.layout import Layout
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.models.shape import ModelShape
@@ -36,13 +36,13 @@ from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
 
 __all__ = [
-    "Rank", "export", "make_checkpoints", "make_prompts", "make_trainer", "open_rank", "open_rank_telemetry",
+    "Rank", "export", "make_checkpoints", "make_prompts", "make_trainer", "open_rank", "rank_telemetry",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a job: its config, its coordinates, and what it read of the model's folder."""
+    """One rank of a job: its config, its coordinates, and the model's shape and tokenizer."""
 
     config: Config
     env: Env
@@ -124,8 +124,7 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
     )
 
 
-@contextmanager
-def open_rank_telemetry(rank: Rank, start: int) -> Iterator[Telemetry | Silent]:
+def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
     telemetry = open_telemetry(
         run_dir(rank.config),
         rank=rank.env.rank,
@@ -134,16 +133,13 @@ def open_rank_telemetry(rank: Rank, start: int) -> Iterator[Telemetry | Silent]:
         interactive=is_interactive(),
         facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
     )
-    try:
-        yield telemetry
-    finally:
-        telemetry.close()
+    return closing(telemetry)
 
 
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
-    """Write the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
+    """Writes the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
 
-    A collective. Does nothing unless checkpoint.export_hf asks for it.
+    Every rank must call. Does nothing unless checkpoint.export_hf requests it.
     """
     when = rank.config.checkpoint.export_hf
     if when == "never" or (step is not None and (when == "end" or step % when)):

@@ -27,11 +27,9 @@ def check_layouts_of(
 ) -> int:
     """Compare one update under `layouts`, on ranks that `launch(config, job, command)` runs; returns the exit code.
 
-    Without layouts: those of the usual ones that fit the model and four ranks.
-
-    Raises ValueError for a layout that does not fit.
+    Without layouts, those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
     """
-    from megarl.debug.layout_check import AXES, parse_layout  # brings torch
+    from megarl.debug.layout_check import AXES, parse_layout  # imports torch
     from megarl.launch.random_model import materialize_model
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-check"})})

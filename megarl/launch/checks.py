@@ -1,4 +1,4 @@
-"""Trainer against engine: the gate before every update, and the fixed probe that proves a sync.
+"""Compares trainer and engine: the gate before every update, and the fixed probe that verifies a sync.
 
 The gate compares log-probs on the tokens just sampled, the probe on a few rows of random tokens.
 """
@@ -35,16 +35,13 @@ def parity_bound(config: Config) -> Bound:
 
 @dataclass(frozen=True)
 class ParityGate:
-    """roles.Checks. Every rank has the same batch, so all of them refuse together."""
+    """roles.Checks. Every rank has the same batch, so all ranks refuse together."""
 
     bound: Bound
     is_moe: bool
 
     def parity(self, batch: TrainBatch, logprobs: LogProbs) -> dict[str, float]:
-        """logprob_diff/* and kl/rollout.
-
-        Raises CheckFailed above the bound, with what differs and a likely cause.
-        """
+        """Returns logprob_diff/* and kl/rollout; raises CheckFailed, with a likely cause, above the bound."""
         parity = compare(batch, logprobs)
         if parity.max <= self.bound.max and parity.mean <= self.bound.mean:
             return parity.metrics()
@@ -59,12 +56,12 @@ class ParityGate:
 
 
 def probe_tokens(vocab: int, *, rows: int = 4, length: int) -> Tensor:
-    """[rows, length] token ids, fixed, from the whole vocabulary."""
+    """Returns [rows, length] token ids from the whole vocabulary, the same at every call."""
     return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(20))
 
 
 def score_rows(trainer: Trainer, tokens_NL: Tensor) -> Tensor:
-    """[N, L - 1] fp32: the trainer's log-probs of tokens[:, 1:] at temperature 1, on every rank."""
+    """Returns [N, L - 1] fp32: the trainer's log-probs of tokens[:, 1:] with temperature 1, on every rank."""
     rows = [(tokens_L, torch.ones_like(tokens_L, dtype=torch.bool)) for tokens_L in tokens_NL]
     logprobs_T = trainer.forward(token_batch(rows, temperature=1.0)).logprobs_T
     assert logprobs_T is not None

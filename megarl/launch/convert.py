@@ -1,9 +1,9 @@
-"""`megarl convert`: what the folder is, what the model is, one conversion with a progress bar, one line at the end.
+"""`megarl convert`: detects the format and the model, converts with a progress bar, and reports one line at the end.
 
     config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> checkpoint.convert
 
-No GPU, no ranks, and no weights in memory but those on their way. A Megatron folder made here holds the model's
-config and tokenizer too, so it can be given to training as `model.path`, or converted back.
+It needs no GPU and no ranks, and only the weights in transit are in memory. A converted Megatron folder includes the
+model's config and tokenizer, so it can be the `model.path` of a training run, or be converted back.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Format = Literal["megatron", "hf"]
 def run_convert(
     source: Path, target: Path, to: Format, sizes: Parallel, *, config: Path | None, file_bytes: int, interactive: bool
 ) -> str:
-    """Convert `source` to `target`. Returns what to tell the user.
+    """Convert `source` to `target`; returns a summary for the user.
 
-    Raises ValueError when the input is wrong, CheckFailed when the disk fails or what was written reads back different.
+    Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back different.
     """
     began = time.perf_counter()
     _return_freed_memory()
@@ -77,14 +77,14 @@ def run_convert(
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return freed blocks of 1 MiB and more at once; by default every thread keeps some of up to 32 MiB."""
+    """Make glibc return freed blocks of 1 MiB and more at once; by default every thread caches some of up to 32 MiB."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def _origin(source: Path, config: Path | None) -> Path:
-    """The folder with config.json and tokenizer: `config`, the source, or the model that a training run began with."""
+    """Returns the folder of config.json and tokenizer: `config`, the source, or the initial model of a training run."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a directory; name a Hugging Face model or a Megatron checkpoint")
     if config is not None or (source / "config.json").is_file():
@@ -94,7 +94,7 @@ def _origin(source: Path, config: Path | None) -> Path:
         path = (yaml.safe_load(run.read_text()).get("model") or {}).get("path")
         if path and (Path(path) / "config.json").is_file():
             return Path(path)
-    raise ValueError(f"{source} holds no config.json; name the folder of its Hugging Face model as --config DIR")
+    raise ValueError(f"{source} has no config.json; name the folder of its Hugging Face model with --config DIR")
 
 
 def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
@@ -127,10 +127,10 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """`mtp`: with the layers of multi-token prediction, which the source has.
+    """`mtp`: the source has layers of multi-token prediction.
 
-    Of `names` there, those that repeat the embedding and the head for such a layer have no place in Megatron's module,
-    and are stored under their own names.
+    The `names` that repeat the embedding and the head for such a layer have no parameter in Megatron's module, and are
+    stored under their HF names.
     """
     sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
     boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
@@ -150,12 +150,12 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
 
 
 def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
-    """From Megatron's own module, built without memory by a world of one rank."""
+    """Returns the tensors of Megatron's module, built without memory in a world of one rank."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         alone = Layout.of(Parallel(), 1, 0)
-        init_parallel(Parallel(), alone)
+        init_parallel(alone)
         settings = transformer_config(shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
         settings.mtp_num_layers = shape.mtp_layers if mtp else None
         with torch.device("meta"):
@@ -167,7 +167,7 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
 
 
 def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, int | None]]:
-    """Parameter -> (pipeline stage, expert rank), each of which has files of its own."""
+    """Returns a function from parameter to (pipeline stage, expert rank), each of which is stored in separate files."""
     stage_of: dict[int, int] = {}
     for stage in range(sizes.pipeline):
         layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
@@ -185,10 +185,7 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    if not interactive:
-        yield lambda task, nbytes: None
-        return
     columns = (TextColumn("{task.description:<7}"), BarColumn(30), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn()) as bar:
+    with Progress(*columns, TimeRemainingColumn(), disable=not interactive) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

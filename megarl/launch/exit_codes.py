@@ -1,4 +1,4 @@
-"""How a job ended, in files that both the ranks and their launcher read. No torch.
+"""Records how a job ended, in files that both the ranks and their launcher read. No torch.
 
     rank fails -> logs/failure_<rank>.json -+
                                             +-> first_failure -> one message on the terminal, exit.json
@@ -13,15 +13,15 @@ import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.platform.atomic import write_atomic
 
 __all__ = [
-    "DEFECT", "DONE", "REFUSED", "STOPPED", "USER", "Failure", "classify", "first_failure", "prepare_run_dir",
-    "record_failure", "write_exit",
+    "DEFECT", "DONE", "REFUSED", "STOPPED", "USER", "CurrentPhase", "Failure", "classify", "first_failure",
+    "prepare_run_dir", "record_failure", "write_exit",
 ]  # fmt: skip
 
 DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
@@ -29,24 +29,29 @@ PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 SAME_MOMENT_S = 2.0
 
 
+@dataclass
+class CurrentPhase:
+    """The phase a rank is in: set by the phases of a run, read when an exception ends it."""
+
+    name: str = "start-up"
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    rank: int  # -1: none of them
+    rank: int  # -1: no particular rank
     code: int
     message: str  # one line
-    phase: str  # in which it happened
-    time_s: float  # since the epoch; the earliest failure is the cause
+    phase: str = ""  # in which it happened
     traceback: str = ""  # its last lines, for bugs
+    time_s: float = field(default_factory=time.time)  # since the epoch; the earliest failure is the cause
 
 
 def classify(error: BaseException) -> int:
-    """The exit code for an exception that ends a rank.
+    """Returns the exit code for an exception that ends a rank.
 
-    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then has the
-    values and the remedy. Raised inside a library, the same class is a bug.
+    A ValueError or FileNotFoundError is for the user to correct only if megarl itself raised it: its message then has
+    the values and the remedy. Raised inside a library, the same class is a bug.
     """
-    if isinstance(error, KeyboardInterrupt):
-        return STOPPED
     if type(error).__name__ == "CheckFailed":  # megarl.types.CheckFailed, by name because its module imports torch
         return REFUSED
     if isinstance(error, ValueError | FileNotFoundError):
@@ -62,7 +67,7 @@ def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str
     text = " ".join(str(error).split()) or type(error).__name__
     message = text if code in (USER, REFUSED) else f"{type(error).__name__}: {text}"
     last_lines = "".join(traceback.format_exception(error)[-4:]) if code == DEFECT else ""
-    failure = Failure(rank, code, message, phase, time.time(), last_lines)
+    failure = Failure(rank, code, message, phase, last_lines)
     file = run_dir / "logs" / f"failure_{rank}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(asdict(failure)))
@@ -70,7 +75,7 @@ def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str
 
 
 def first_failure(run_dir: Path) -> Failure | None:
-    """The earliest recorded failure; if all happened at once, a check that refused precedes the bugs it may cause."""
+    """Returns the earliest recorded failure; of simultaneous ones, a refused check precedes the bugs it may cause."""
     files = (run_dir / "logs").glob("failure_*.json")
     failures = sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:

@@ -1,12 +1,12 @@
-"""Which part of the job owns the device: rollout, train or sync. Each phase is timed, its peak memory recorded, and the
-tensors it needs are on- or offloaded.
+"""Phases of a step: rollout, train and sync. Each is timed, its peak memory recorded, and the tensors that it needs
+are on- or offloaded.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
     sync      begins: the engine's weights wake;           ends: the trainer is offloaded, the engine's cache wakes
 
-So optimizer state and the engine's cache are never on the device together. What is offloaded and what sleeps is
-configured (train.offload, rollout.sleep_level); by default everything stays where it is.
+So optimizer state and the engine's cache are never on the device together. By default nothing is offloaded and
+nothing sleeps (train.offload, rollout.sleep_level).
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ from typing import Protocol
 
 import torch
 
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
+from megarl.trainer.offload import Memory
 
-__all__ = ["EngineMemory", "TimedPhases", "TrainerMemory"]
-
-
-class TrainerMemory(Protocol):
-    """Implemented by megarl.trainer.offload.Memory."""
-
-    def offload_training_state(self) -> None: ...
-    def offload_all(self) -> None: ...
-    def onload_weights(self) -> None: ...
+__all__ = ["EngineMemory", "TimedPhases"]
 
 
 class EngineMemory(Protocol):
-    """Implemented by megarl.rollout.engine.Engine."""
+    """Implemented by megarl.rollout.engine.Engine, whose module imports vLLM."""
 
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...  # weights | kv_cache
@@ -46,7 +39,7 @@ class TimedPhases:
     span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
     device: torch.device
-    trainer: TrainerMemory
+    trainer: Memory
     engine: EngineMemory | None = None  # None: a stage that samples nothing
     current: CurrentPhase = field(default_factory=CurrentPhase)
 
@@ -81,4 +74,4 @@ class TimedPhases:
         with self.span(name):
             yield
         self.add({f"memory/{name}/peak_gb": peak_gb(self.device)})
-        self.current.name = f"after {name}"  # not reached by an exception: it is still in the phase itself
+        self.current.name = f"after {name}"  # not reached after an exception, which belongs to the phase itself

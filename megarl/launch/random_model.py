@@ -22,7 +22,7 @@ from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, 
 from megarl.config.schema import Config, Create
 from megarl.models.registry import hf_shapes, parse_model
 
-__all__ = ["create_model", "materialize_model", "model_folder"]
+__all__ = ["create_model", "materialize_model"]
 
 FORMAT = 1  # incremented when the same section must give other bytes
 CHAT_TEMPLATE = (
@@ -33,22 +33,17 @@ CHAT_TEMPLATE = (
 
 
 def materialize_model(config: Config) -> Config:
-    """Create the model of `model.create`, if any; returns the config with `model.path` set instead."""
+    """Create the model of `model.create`, if any; returns the config with `model.path` set to its folder."""
     if config.model.create is None:
         return config
     folder = create_model(config.model.create, Path(config.run.dir) / ".models")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "create": None})})
 
 
-def model_folder(create: Create, root: Path) -> Path:
-    """The model's folder under `root`, named by a hash of every value, so that equal sections share one model."""
-    text = json.dumps([FORMAT, create.model_dump(mode="json")], sort_keys=True)
-    return root / hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def create_model(create: Create, root: Path) -> Path:
-    """Write the model unless it exists; returns its folder."""
-    folder = model_folder(create, root)
+    """Write the model unless it exists; returns its folder, named by a hash of all values of `create`."""
+    text = json.dumps([FORMAT, create.model_dump(mode="json")], sort_keys=True)
+    folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,15 @@
-"""`megarl check` on one rank: the layouts of layouts.json, one after another; rank 0 writes check.json."""
+"""Runs `megarl check` on one rank: the layouts of layouts.json, one after another; rank 0 writes check.json."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.supervised import Examples
 from megarl.debug.layout_check import check_layouts, compare, prompt_rows
 from megarl.launch.build import make_prompts, make_trainer, open_rank
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.env import Env
 
 __all__ = ["run_check"]
@@ -36,5 +35,4 @@ def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
             rank=env.rank,
         )
         if env.is_main:
-            rows = [asdict(row) for row in compare(results, config.train.dtype)]
-            (folder / "check.json").write_text(json.dumps(rows))
+            (folder / "check.json").write_text(json.dumps(compare(results, config.train.dtype)))

@@ -1,31 +1,22 @@
-"""Reinforcement learning on one rank: the config becomes an RlRun, which runs; and `megarl eval`.
+"""Builds and runs an RlRun on one rank; and `megarl eval`.
 
 engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megarl.algorithms.objective import Objective
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
-from megarl.launch.build import (
-    Rank,
-    export,
-    make_checkpoints,
-    make_prompts,
-    make_trainer,
-    open_rank,
-    open_rank_telemetry,
-)
+from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_rows
-from megarl.launch.current import CurrentPhase
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
 from megarl.models.engine import engine_slices
@@ -51,13 +42,13 @@ Span = Callable[[str], AbstractContextManager[None]]
 
 
 def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl train` of stage rl on this rank, from start-up to the last file."""
+    """Runs `megarl train` of stage rl on this rank."""
     with open_rank(config, env, phase) as rank:
         export(rank, train_policy(rank, make_engine(rank)))
 
 
 def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl eval` on this rank: held-out problems, greedy and at the temperature of rollouts."""
+    """Runs `megarl eval` on this rank: held-out problems, greedy and with the temperature of rollouts."""
     with open_rank(config, env, phase) as rank:
         engine = make_engine(rank)
         _publisher(rank, make_trainer(rank), engine).publish(version=0)
@@ -65,12 +56,8 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
         evaluation.forget(0)
         result = evaluation.run(0)
         if env.is_main:
-            print(_table(result), flush=True)
-
-
-def _table(result: Mapping[str, Any]) -> str:
-    rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
-    return "\n".join([f"{result['size']} fresh problems", *rows])
+            rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
+            print(f"{result['size']} fresh problems", *rows, sep="\n", flush=True)
 
 
 def train_policy(rank: Rank, engine: Engine) -> Trainer:
@@ -80,7 +67,7 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
     checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
     start, state = checkpoint.restore(config.checkpoint.resume)
-    with open_rank_telemetry(rank, start) as telemetry:
+    with rank_telemetry(rank, start) as telemetry:
         span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
         evaluation = _evaluation(rank, exchange, every=config.eval.every)
         evaluation.forget(start)
@@ -104,7 +91,7 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
         )
         try:
             train(run)
-        except CheckFailed:  # raised on every rank alike: what was learned so far is saved
+        except CheckFailed:  # raised on every rank: save the progress so far
             trainer.memory.onload_all()
             checkpoint.save()
             checkpoint.finish()
@@ -172,7 +159,7 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
 
 
 def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
-    """From this trainer into the engine, with a probe of both."""
+    """Returns the publisher from this trainer to the engine, with a probe that compares them."""
     config, shape, env, bound = rank.config, rank.shape, rank.env, parity_bound(rank.config)
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     launch = config.launch.model_copy(update={"processes": env.world_size})

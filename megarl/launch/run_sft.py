@@ -1,53 +1,39 @@
-"""Supervised fine-tuning on one rank: the config becomes an SftRun, which runs."""
+"""Builds and runs an SftRun on one rank."""
 
 from __future__ import annotations
 
 from megarl.config.schema import Config
 from megarl.data.supervised import Examples
-from megarl.launch.build import (
-    Rank,
-    export,
-    make_checkpoints,
-    make_prompts,
-    make_trainer,
-    open_rank,
-    open_rank_telemetry,
-)
-from megarl.launch.current import CurrentPhase
+from megarl.launch.build import export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
 from megarl.platform.env import Env
 from megarl.stages.sft import SftRun, sft
-from megarl.trainer.trainer import Trainer
 from megarl.types import ObjectiveState
 
 __all__ = ["run_sft"]
 
 
 def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """`megarl train` of stage sft on this rank, from start-up to the last file."""
+    """Runs `megarl train` of stage sft on this rank."""
     with open_rank(config, env, phase) as rank:
-        export(rank, _train(rank))
-
-
-def _train(rank: Rank) -> Trainer:
-    config = rank.config
-    trainer, prompts = make_trainer(rank), make_prompts(rank)
-    checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
-    start, state = checkpoint.restore(config.checkpoint.resume)
-    with open_rank_telemetry(rank, start) as telemetry:
-        run = SftRun(
-            prompts=prompts,
-            examples=Examples(rank.tokenizer),
-            trainer=trainer,
-            phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, current=rank.phase),
-            checkpoint=checkpoint,
-            telemetry=telemetry,
-            state=state,
-            steps=config.train.steps,
-            prompts_per_step=config.train.prompts_per_step,
-            until_accuracy=config.sft.until_accuracy,
-            start=start,
-        )
-        sft(run)
-        checkpoint.finish()
-    return trainer
+        trainer, prompts = make_trainer(rank), make_prompts(rank)
+        checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
+        start, state = checkpoint.restore(config.checkpoint.resume)
+        with rank_telemetry(rank, start) as telemetry:
+            run = SftRun(
+                prompts=prompts,
+                examples=Examples(rank.tokenizer),
+                trainer=trainer,
+                phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, current=phase),
+                checkpoint=checkpoint,
+                telemetry=telemetry,
+                state=state,
+                steps=config.train.steps,
+                prompts_per_step=config.train.prompts_per_step,
+                until_accuracy=config.sft.until_accuracy,
+                start=start,
+            )
+            sft(run)
+            checkpoint.finish()
+        export(rank, trainer)

@@ -131,7 +131,7 @@ class _Ranks:
             if any(codes):
                 return self._cause(is_stopped)
             time.sleep(POLL_S)
-        return Failure(-1, exit_codes.STOPPED, "stopped", "", time.time())
+        return Failure(-1, exit_codes.STOPPED, "stopped")
 
     def _cause(self, is_stopped: Callable[[], bool]) -> Failure:
         """Give the other ranks time to fail too, then return the first failure."""
@@ -145,15 +145,14 @@ class _Ranks:
         if status < 0:  # killed: failures that peers recorded are consequences
             name = signal.Signals(-status).name
             hint = "; out of memory? use fewer or smaller ranks" if name == "SIGKILL" else ""
-            return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}", "", time.time())
+            return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
         if failure := exit_codes.first_failure(self.folder):
             return failure
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
-        message = f"rank {rank} exited with status {status} without recording a failure"
-        return Failure(rank, code, message, "", time.time())
+        return Failure(rank, code, f"rank {rank} exited with status {status} without recording a failure")
 
     def _request_stack_traces(self) -> None:
-        """Have running ranks write their stack to their logs (faulthandler) before they are terminated."""
+        """Make running ranks write their stack to their logs (faulthandler) before they are terminated."""
         logs = [self.folder / "logs" / f"rank_{rank}.log" for rank in self.left_running]
         sizes = [log.stat().st_size for log in logs]
         for rank in self.left_running:

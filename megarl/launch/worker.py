@@ -14,7 +14,6 @@ import io
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,7 @@ from typing import TextIO
 from megarl.config.load import load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
-from megarl.launch.current import CurrentPhase
-from megarl.launch.exit_codes import Failure
+from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.platform.env import Env, set_env
 
 __all__ = ["main", "run_external", "run_rank"]
@@ -61,12 +59,10 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         if env.has_launcher and not env.launched and env.num_nodes > 1:
             from megarl.launch.failure_watch import FailureWatch
 
-            watch = FailureWatch(
-                env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message, "", time.time()))
-            )
+            watch = FailureWatch(env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message)))
         _command(config, command)(config, env, phase)
     except KeyboardInterrupt:
-        _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped", "", time.time()))
+        _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
         return exit_codes.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
         traceback.print_exc()

@@ -1,1 +1,1 @@
-"""The loops of each stage: one screen each, over roles."""
+"""The training loop of each stage, written in terms of roles."""

@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems, sampled with the engine that samples the rollouts.
+"""Measures accuracy on held-out problems, with the engine that samples the rollouts.
 
 held-out prompts -> generate (greedy, and at the temperature of rollouts) -> share of right answers -> eval.jsonl
 """
@@ -29,7 +29,7 @@ def right(sample: Sample) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """roles.Evaluation: one sample a prompt at each temperature. Every rank calls every method."""
+    """roles.Evaluation: one sample per prompt at each temperature. Every rank must call every method."""
 
     generate: Generate
     prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
@@ -51,7 +51,7 @@ class Evaluation:
         return self.run(step) if due else None
 
     def run(self, step: int) -> dict[str, Any]:
-        """{"step", "size", and the share of right answers under each figure's name}."""
+        """Returns "step", "size", and the share of right answers under the name of each figure."""
         prompts = self.prompts()
         result: dict[str, Any] = {"step": step, "size": len(prompts)}
         for name, temperature in self.temperatures:

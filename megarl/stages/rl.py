@@ -1,4 +1,4 @@
-"""The loop: sample with the engine, score, update, publish. One screen; it knows roles, never a backend.
+"""The RL loop: sample with the engine, score, update, publish. It uses roles, never a backend.
 
 The same function runs on every rank of a colocated job and in the controller of a split one.
 """

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: examples in, one batch of updates a step, no engine.
+"""Supervised fine-tuning: one batch of examples per step, no engine.
 
-Each batch is fresh, and is scored before it is trained on: exp of an answer's log-prob is the probability
-that sampling would give exactly that answer, so its mean is the sampled accuracy, measured without sampling.
+Each batch is new, and is scored before it is trained on: exp of an answer's log-prob is the probability of sampling
+exactly that answer, so its mean is the sampled accuracy, measured without sampling.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sft(run: SftRun) -> None:
 
 
 def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
-    """The updates of one batch of answers: cross-entropy, mean over the tokens of each update."""
+    """Makes the updates of one batch of answers: cross-entropy, averaged over the tokens of each update."""
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
     weights_T = loss_weights(batch, plan)
     updates = tuple(trainer.step(batch, update, supervised_loss, weights_T) for update in plan.updates())
@@ -67,7 +67,7 @@ def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
 
 
 def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:
-    """Mean probability that sampling the policy gives exactly the reference answer; 0..1."""
+    """Returns the mean probability of sampling exactly the reference answer; 0..1."""
     values_T = torch.where(batch.mask, logprobs_T, 0.0).double()
     until_N = torch.cat([values_T.new_zeros(1), values_T.cumsum(0)])[batch.cu_seqlens]
     return float(until_N.diff().exp().mean())

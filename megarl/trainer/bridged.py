@@ -1,12 +1,12 @@
-"""A family without a table: Megatron-Bridge builds its model, and its conversion, driven once, is the table.
+"""Families without a table: Megatron-Bridge builds the model, and its conversion, recorded once, replaces the table.
 
-    folder --AutoBridge--> provider, under our settings --provide--> chunks of the pipeline, as build.py's
+    folder --AutoBridge--> provider, with megarl's settings --provide--> chunks of the pipeline, like model.py's
     chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices of this rank
 
-Beyond the slices everything is as with a table: weights are loaded, synced and exported slice by slice. Recording moves
-no weight; it makes a few copies, of 8 bytes per element, of one HF tensor at a time.
-On a GPU the layers are Bridge's, of Transformer Engine. On a CPU, where Bridge itself asks for it (so in tests, with a
-stand-in), plain families get the layers of layers.py, whose names Bridge's registries do not all know.
+With these slices, weights are loaded, synced and exported as with a table. Recording moves no weight; it makes a few
+copies, of 8 bytes per element, of one HF tensor at a time.
+On a GPU the layers are Bridge's, of Transformer Engine. On a CPU, where Bridge itself requires Transformer Engine
+(tests replace it with a stand-in), plain families get the layers of layers.py, some of whose names Bridge lacks.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class Bridged:
-    """What Megatron-Bridge knows of one family, laid out for this rank."""
+    """Megatron-Bridge's model and conversion of one family, in this rank's layout."""
 
     shape: ModelShape
     layout: Layout
-    provider: Any  # a TransformerConfig that can also provide() a GPTModel; recomputation is still to be set on it
+    provider: Any  # a TransformerConfig that can also provide() a GPTModel; recomputation is set on it later
     bridge: Any  # MegatronModelBridge
 
     @classmethod
     def of(
         cls, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
     ) -> Bridged:
-        """Raises ValueError when Bridge does not know the family, or builds something the trainer cannot train."""
+        """Raises ValueError if Bridge does not know the family, or if only Transformer Engine has its layers."""
         assert shape.bridge is not None
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
         try:
@@ -70,7 +70,7 @@ class Bridged:
         except ImportError as error:
             raise ValueError(
                 f"model_type={shape.family!r} has no table, and Megatron-Bridge, though installed, cannot be imported: "
-                f"{error}; mend the installation, or add a table (CONTRIBUTING.md, 'Adding a model family')"
+                f"{error}; repair the installation, or add a table (CONTRIBUTING.md, 'Adding a model family')"
             ) from error
 
         if not AutoBridge.can_handle(str(shape.bridge)):
@@ -90,34 +90,38 @@ class Bridged:
         return cls(shape, layout, provider, auto._model_bridge)
 
     def build(self) -> list[GPTModel]:
-        """This rank's chunks of the pipeline, parameters not yet loaded."""
-        count = self.layout.vpp.size
-        return [self._chunk(number, number if count > 1 else None, number == count - 1) for number in range(count)]
-
-    def _chunk(self, number: int, vp_stage: int | None, is_last_chunk: bool) -> GPTModel:
-        last = self.layout.pp.last and is_last_chunk
-        model = self.provider.provide(
-            pre_process=self.layout.pp.first and number == 0, post_process=last, vp_stage=vp_stage
-        )
-        if not isinstance(model, GPTModel):
-            raise ValueError(f"{self.shape.family}: Megatron-Bridge builds a {type(model).__name__}, not a GPTModel")
-        patch_chunk(model, self.layout, last=last)
-        return model
+        """Returns this rank's chunks of the pipeline, parameters not yet loaded."""
+        pp, count, chunks = self.layout.pp, self.layout.vpp.size, []
+        for number in range(count):
+            first, last = pp.first and number == 0, pp.last and number == count - 1
+            vp_stage = number if count > 1 else None
+            model = self.provider.provide(pre_process=first, post_process=last, vp_stage=vp_stage)
+            if not isinstance(model, GPTModel):
+                raise ValueError(f"{self.shape.family}: Megatron-Bridge builds {type(model).__name__}, not GPTModel")
+            patch_chunk(model, self.layout, last=last)
+            chunks.append(model)
+        return chunks
 
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> list[list[ShardSlice]]:
-        """[rank] -> where that rank's parameters hold HF tensors; every rank must call."""
+        """Returns, for each rank, which slices of HF tensors its parameters store. Every rank must call."""
         slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
-        _refuse_other_dtypes(slices, local_tensors(chunks), fp32_tensors(self.shape), self.provider.params_dtype)
-        found: list[list[ShardSlice]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(found, slices)
-        return found
+        parameters, fp32 = local_tensors(chunks), fp32_tensors(self.shape)
+        for part in slices:
+            expected = torch.float32 if part.name in fp32 else self.provider.params_dtype
+            if (dtype := parameters[part.param].dtype) != expected:
+                raise ValueError(
+                    f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, not {expected}; {REMEDY}"
+                )
+        by_rank: list[list[ShardSlice]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(by_rank, slices)
+        return by_rank
 
 
 def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> Iterator[tuple[str, Any]]:
-    """Ours over Bridge's: the layout, the numerics, no draws, no multi-token prediction, one head."""
+    """Yields megarl's settings, which override Bridge's: layout, numerics, no dropout, no multi-token prediction."""
     run = run_settings(shape.layers, layout, **how)
     if how["use_te"]:
-        del run["bias_activation_fusion"]  # which activation has a fused kernel is the family's
+        del run["bias_activation_fusion"]  # Bridge knows whether the family's activation has a fused kernel
     yield from run.items()
     if provider.num_moe_experts:
         yield from router_settings(use_te=how["use_te"]).items()
@@ -139,10 +143,10 @@ def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None
     from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore[reportMissingImports]
 
     spec = provider.transformer_layer_spec
-    odd = {name: getattr(provider, name) for name, value in PLAIN.items() if getattr(provider, name) != value}
-    if odd or getattr(spec, "func", spec) not in (default_layer_spec, get_gpt_decoder_block_spec):
-        what = ", ".join(f"{name}={value}" for name, value in odd.items()) or "layers of its own"
-        raise ValueError(f"{shape.family} has {what}, which only Transformer Engine's layers do: train it on GPUs")
+    special = [f"{name}={getattr(provider, name)}" for name in PLAIN if getattr(provider, name) != PLAIN[name]]
+    if special or getattr(spec, "func", spec) not in (default_layer_spec, get_gpt_decoder_block_spec):
+        reason = ", ".join(special) or "its own layer spec"
+        raise ValueError(f"{shape.family} has {reason}, which only Transformer Engine supports: train it on GPUs")
     chunks = stage_layers(shape.layers, layout)
 
     def layers_of_chunk(config: Any, vp_stage: int | None = None) -> Any:
@@ -156,40 +160,27 @@ def _is_moe(config: Any, layer: int) -> bool:
     return bool(config.num_moe_experts) and bool(every[layer] if isinstance(every, list) else layer % every == 0)
 
 
-def _refuse_other_dtypes(
-    slices: Sequence[ShardSlice], held: Mapping[str, Tensor], fp32: frozenset[str], dtype: torch.dtype
-) -> None:
-    for part in slices:
-        expected = torch.float32 if part.name in fp32 else dtype
-        if held[part.param].dtype != expected:
-            raise ValueError(
-                f"{part.param}, which holds {part.name}, is {held[part.param].dtype} in Megatron-Core, not {expected}; "
-                f"{REMEDY}"
-            )
-
-
 @torch.no_grad()
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
 ) -> list[ShardSlice]:
-    """Where `chunks` hold the tensors of `shapes`, by Bridge's conversion. Ranks that share tensors call together.
+    """Returns which slices of the tensors of `shapes` `chunks` store, by Bridge's conversion.
 
-    `experts`: this rank among those that split the experts.
-    Raises ValueError, naming tensor and parameter, for whatever is not a placement.
+    `experts` is the axis over which experts are split. Every rank that shares tensors must call. Raises ValueError,
+    with tensor and parameter, where the conversion does not merely copy elements.
     """
-    registry, found = bridge.mapping_registry(), []
+    registry, recorded = bridge.mapping_registry(), []
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         for name, tensor in local_tensors([chunk]).items():
             mapping = _mapping(registry, chunk, _global(name, chunk, experts), shapes)
             if mapping is None:
                 raise ValueError(
-                    f"Megatron-Bridge says of no tensor of the checkpoint that it lies in {name}; is its config.json "
-                    "another model's?"
+                    f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is its config.json another model's?"
                 )
             slices = _record_one(name, tensor, chunk, bridge, mapping, shapes)
-            found += [replace(part, param=prefix + name) for part in slices]
-    return found
+            recorded += [replace(part, param=prefix + name) for part in slices]
+    return recorded
 
 
 def _record_one(
@@ -198,7 +189,7 @@ def _record_one(
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
         module.config = chunk.config  # pyright: ignore[reportArgumentType]  # Bridge looks for it there
-    indices, landed = IndexTensors(shapes, tensor.device), []
+    indices, converted = IndexTensors(shapes, tensor.device), []
     is_vocabulary = name in (EMBEDDING, OUTPUT)
     with _in_fp64([tensor, *module.parameters(recurse=False)]):
         for indices.is_second in (False, True):
@@ -208,42 +199,41 @@ def _record_one(
                 raise ValueError(
                     f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?"
                 ) from None
-            landed.append(_filled(mapping.hf_to_megatron(weights, module), tensor, padded=is_vocabulary))
-            if landed[-1].shape != tensor.shape:
+            index = mapping.hf_to_megatron(weights, module)
+            num_missing = len(tensor) - len(index) if is_vocabulary else 0
+            if num_missing > 0 and index.shape[1:] == tensor.shape[1:]:  # unsplit, it comes without its padding
+                index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
+            if index.shape != tensor.shape:
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}, Megatron-Bridge makes {tuple(landed[-1].shape)} of "
+                    f"{name} is {tuple(tensor.shape)}, Megatron-Bridge makes {tuple(index.shape)} of "
                     f"{' and '.join(indices.first)}; is its config.json another model's?"
                 )
-    first, second = landed
+            converted.append(index)
+    first, second = converted
     return slices_from_indices(name, first, second, indices, padded=is_vocabulary)
 
 
 @contextmanager
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Bridge casts to a parameter's dtype, or its neighbour's, and reads no more of it than that and the shape."""
-    kept = [(tensor, tensor.data) for tensor in tensors]
+    """Make these tensors fp64 within the context: Bridge casts to their dtype, and reads only that and the shape."""
+    originals = [(tensor, tensor.data) for tensor in tensors]
     try:
-        for tensor, data in kept:
+        for tensor, data in originals:
             tensor.data = torch.empty((), dtype=torch.float64, device=data.device).expand(data.shape)
         yield
     finally:
-        for tensor, data in kept:
+        for tensor, data in originals:
             tensor.data = data
 
 
-def _filled(landed: Tensor, like: Tensor, *, padded: bool) -> Tensor:
-    """A vocabulary comes without its padding where nothing is split."""
-    if padded and landed.shape[1:] == like.shape[1:] and len(landed) < len(like):
-        landed = torch.cat([landed, landed.new_zeros(len(like) - len(landed), *like.shape[1:])])
-    return landed
-
-
 def _mapping(registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """Bridge's rule for the parameter that it calls `name`, or that it would under Transformer Engine; None: it has
-    none. A tied output layer, the last stage's copy, holds what the embedding does."""
+    """Bridge's rule for the parameter `name`, or for its name under Transformer Engine; None if there is none.
+
+    A tied output layer, on the last stage, is a copy of the embedding.
+    """
     names = [EMBEDDING] if name == OUTPUT and model.share_embeddings_and_output_weights else [name, _under_te(name)]
-    for known in names:
-        rule = registry.megatron_to_hf_lookup(known)
+    for megatron_name in names:
+        rule = registry.megatron_to_hf_lookup(megatron_name)
         if rule is None:
             continue
         tensors = rule.hf_param.values() if isinstance(rule.hf_param, dict) else [rule.hf_param]
@@ -257,8 +247,8 @@ def _mapping(registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tup
 def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
     """A parameter's name with the layer and the expert counted over all ranks, as Bridge calls it."""
     if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
-        here: Any = chunk.decoder.layers[int(layer[1])]
-        name = f"decoder.layers.{here.layer_number - 1}.{name[layer.end() :]}"
+        module: Any = chunk.decoder.layers[int(layer[1])]
+        name = f"decoder.layers.{module.layer_number - 1}.{name[layer.end() :]}"
     if (expert := re.search(r"\.experts\.(?:local_experts\.|linear_fc\d\.[a-z]+)(\d+)", name)) and experts.size > 1:
         first = experts.rank * (chunk.config.num_moe_experts or 0) // experts.size
         name = f"{name[: expert.start(1)]}{first + int(expert[1])}{name[expert.end(1) :]}"
@@ -266,8 +256,8 @@ def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
 
 
 def _under_te(name: str) -> str:
-    """What Transformer Engine's layers call a parameter of Megatron's local ones."""
+    """The name in Transformer Engine's layers of a parameter of Megatron's local ones."""
     name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.[a-z]+)$", r".\2\1", name)
-    for ours, theirs in FUSED.items():
-        name = name.replace(ours, theirs)
+    for local, fused in FUSED.items():
+        name = name.replace(local, fused)
     return name

@@ -1,4 +1,4 @@
-"""Micro-batches -> Megatron's schedule -> the head's outputs on the last stage.
+"""Micro-batches -> Megatron's schedule -> the head's outputs on the last stage -> losses, weighted and summed.
 
     pack(batch, rows) -> Microbatch --get_forward_backward_func--> hidden --head--> on_outputs(rows, outputs)
 
@@ -7,26 +7,25 @@ Outputs are gathered over the context ranks, so a loss sees whole rows on each o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.trainer.heads import Head, HeadOptions
 from megarl.trainer.microbatch import Microbatch, length_of
-from megarl.types import MicrobatchRows, TokenOutputs
+from megarl.types import Loss, MicrobatchRows, TokenOutputs
 
-__all__ = ["OnOutputs", "forward_backward"]
+__all__ = ["LossSums", "OnOutputs", "forward_backward", "global_sums"]
 
-# Returns the loss of a micro-batch, and keeps whatever else it needs. Called on the last stage.
+# Called on the last stage with each micro-batch; returns its loss.
 OnOutputs = Callable[[MicrobatchRows, TokenOutputs], Tensor]
 
 
@@ -42,8 +41,8 @@ def forward_backward(
 ) -> None:
     """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks.
 
-    Several chunks (virtual stages) need micro-batches of one length, and a number of them that the pipeline size
-    divides.
+    With several chunks (virtual stages), micro-batches must have one length, and their number be a multiple of the
+    pipeline size.
     """
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -57,9 +56,9 @@ def forward_backward(
         return hidden, partial(loss, microbatch, chunk)
 
     def loss(microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
-        outputs = _read(microbatch, hidden, _unwrapped(chunk), head, options, context)
-        value = on_outputs(microbatch.rows, outputs)
-        # Megatron would divide by the token count; the weights of the loss have divided already.
+        model: Any = chunk.module
+        value = on_outputs(microbatch.rows, _read(microbatch, hidden, model, head, options, context))
+        # a token count of 0, so that Megatron does not divide the loss, which is weighted already
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
     with torch.set_grad_enabled(train):
@@ -72,12 +71,6 @@ def forward_backward(
             micro_batch_size=1,
             forward_only=not train,
         )
-
-
-def _unwrapped(chunk: torch.nn.Module) -> GPTModel:
-    model = getattr(chunk, "module", chunk)
-    assert isinstance(model, GPTModel)
-    return model
 
 
 def _read(
@@ -95,3 +88,35 @@ def _read(
         # Summed forward, copied backward: every context rank has the whole loss, and sends back only its own part.
         whole = reduce_from_tensor_model_parallel_region(whole, group=context)
     return TokenOutputs(**dict(zip(fields, whole, strict=True)))
+
+
+class LossSums:
+    """Called with the outputs of each micro-batch on the last stage: returns its weighted loss and adds to the sums.
+
+    `totals` starts from the sums of a micro-batch without rows, so every rank of every stage has the same names.
+    """
+
+    def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
+        """`weights_T` [T] fp64: each token's share of the loss; `fields` of TokenOutputs: those the head computes."""
+        self.loss, self.weights_T = loss, weights_T
+        self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
+        start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
+
+    def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
+        losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)
+        # fp64: at the first update a loss is a sum of advantages that nearly cancel
+        value = (losses.loss.detach().double() * weights_M).sum()
+        for name, total in {**losses.sums, "loss": value, "count": losses.count}.items():
+            self.totals[name] = self.totals.get(name, 0.0) + total.detach().double()
+        return (losses.loss * weights_M.to(losses.loss.dtype)).sum()
+
+
+def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
+    """Returns the sums over all ranks with `counts` (one for each distinct set of rows), the same on every rank."""
+    names = sorted(sums)
+    values = torch.stack([sums[name] for name in names])
+    if not counts:
+        values.zero_()
+    dist.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))

@@ -1,7 +1,6 @@
-"""What the last stage computes from hidden states: log-probs of labels, or one number a token.
+"""Heads compute outputs from the hidden states of the last stage: log-probs of labels, or one number per token.
 
-A head reads only the positions it asks for, so prompts cost no logits. Its outputs are gathered over the context
-ranks (forward.py), so a loss sees whole rows.
+A head reads only the positions it selects, so prompts cost no logits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.trainer.logprobs import VocabShard, token_outputs
-from megarl.trainer.model import output_weight
 from megarl.types import TokenBatch, TokenOutputs
 
 __all__ = ["Head", "HeadOptions", "RewardHead", "ValueHead", "VocabularyHead"]
@@ -27,31 +25,31 @@ class HeadOptions:
 
     tensor_group: ProcessGroup
     temperature: float
-    entropy: bool  # wanted in an update, not in a forward pass
+    entropy: bool  # True in an update, False in a forward pass
 
 
 class Head(Protocol):
-    """A head for `Trainer.build`. `S` = positions it reads of a micro-batch."""
+    """A head for `Trainer.build`. `S` is the number of positions it reads in a micro-batch."""
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """True: the gradient it gives to hidden states is one tensor rank's part of a sum."""
+        """True if the gradient of hidden states is one tensor rank's part of a sum."""
         ...
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        """Which fields of TokenOutputs `read` fills."""
+        """Returns the names of the fields of TokenOutputs that `read` computes."""
         ...
 
     def positions(self, batch: TokenBatch) -> Tensor:
-        """[T] bool: the positions it reads."""
+        """Returns [T] bool: the positions to read."""
         ...
 
     def attach(self, model: GPTModel) -> None:
-        """Add its own parameters to the chunk that ends the pipeline, after the weights are loaded."""
+        """Adds the head's parameters to the last chunk of the pipeline, after the weights are loaded."""
         ...
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
-        """Outputs [S] fp32 of hidden states that every tensor rank has whole."""
+        """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`."""
         ...
 
 
@@ -70,10 +68,12 @@ class VocabularyHead:
         return batch.mask
 
     def attach(self, model: GPTModel) -> None:
-        """It reads the model's own output layer, or the tied embedding."""
+        """Adds nothing: `read` uses the model's output layer, or the tied embedding."""
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
-        weight_VH = output_weight(model)
+        tied = model.share_embeddings_and_output_weights
+        weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        assert weight_VH is not None
         return token_outputs(
             hidden_SH,
             weight_VH,
@@ -87,7 +87,7 @@ class VocabularyHead:
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """A critic: a linear map of the hidden state to one number where a label is learned. It starts at 0.
+    """A critic: maps the hidden state linearly to one number where a label is learned. Its weights start at 0.
 
     Its parameters, `value_head.weight` and `value_head.bias`, are the same on all tensor ranks.
     """
@@ -115,7 +115,7 @@ class ValueHead:
 
 @dataclass(frozen=True, slots=True)
 class RewardHead(ValueHead):
-    """A reward model: one number a row, at its last position; 0 elsewhere."""
+    """A reward model: one number per row, at its last position; 0 elsewhere."""
 
     def positions(self, batch: TokenBatch) -> Tensor:
         is_last_T = torch.zeros_like(batch.mask)

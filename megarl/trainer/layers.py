@@ -24,14 +24,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from megarl.trainer.context_parallel import attend, attend_rows, whole_rows
-from megarl.trainer.moe import use_router
+from megarl.trainer.context_parallel import attend
+from megarl.trainer.moe import BalancedRouter
 
 __all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32; its weight is marked as replicated over the sequence-parallel ranks."""
+    """Root-mean-square norm in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__()
@@ -71,12 +71,10 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        if self.context is not None:
-            return attend(query, key, value, lengths, self.context, self._attend)
-        return attend_rows(query, key, value, whole_rows(lengths), self._attend)
+        return attend(query, key, value, lengths, self.context, self._attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
-        """Causal scores, a `Score`."""
+        """Causal attention, a `Score`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -109,7 +107,7 @@ class SinkAttention(PackedAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, with the narrow projections replicated on every tensor rank, as under Transformer Engine.
+    """Megatron's layer, but with the narrow projections replicated on every tensor rank, as in Transformer Engine.
 
     Megatron's local spec splits them and gathers their outputs; the gradient of the key that all heads share then lacks
     the contributions of the other ranks' heads (0.16.1, 0.19.2).
@@ -154,35 +152,27 @@ class _ExpertOutput(RowParallelLinear):
 
 
 def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
-    """The spec of the layers of one pipeline chunk: which of them have experts."""
+    """Returns the spec of the layers of one pipeline chunk; `is_moe` states for each whether it has experts."""
     norm: Any = RMSNorm
-    layer_spec = _local_layer
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        norm, layer_spec = TENorm, _te_layer
-    specs = {kind: layer_spec(config, config.num_moe_experts if kind else None) for kind in set(is_moe)}
+        norm = TENorm
+    specs = {kind: _layer_spec(config, is_moe=kind, use_te=use_te) for kind in set(is_moe)}
     if True in specs:
-        use_router(specs[True])
+        _submodules(specs[True].submodules.mlp).router = BalancedRouter
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 
-def _te_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-
-
-def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization="RMSNorm",
-    )
+def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> ModuleSpec:
+    options: dict[str, Any] = {
+        "num_experts": config.num_moe_experts if is_moe else None,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -190,7 +180,7 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-    if experts and config.add_bias_linear:
+    if is_moe and config.add_bias_linear:
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
     if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -198,5 +188,5 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
 
 
 def _submodules(spec: Any) -> Any:
-    """Of a ModuleSpec, or of the partial that replaces it in 0.19."""
+    """Submodules of a ModuleSpec, or of the partial that replaces it in megatron-core 0.19."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

@@ -1,4 +1,4 @@
-"""What the RL loop updates: a policy, and its reference where the objective has a KL term."""
+"""The learner of the RL loop: a policy, and its reference where the objective has a KL term."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class PolicyLearner:
     trainer: Trainer
     objective: Objective
     reference: Reference | None
-    seed: int  # of the tokens that clip_cov draws
+    seed: int  # of the random choice of tokens in clip_cov
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
 
     @classmethod
     def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:
-        """The reference is the trainer's present weights."""
-        reference = Reference.of(trainer.parameters_by_name()) if objective.needs_reference else None
+        """The reference policy is a copy of the trainer's current weights."""
+        reference = Reference.of(trainer.parameters_by_name()) if objective.algorithm.needs_reference else None
         return cls(trainer, objective, reference, seed)
 
     def score(self, batch: TrainBatch) -> LogProbs:
-        """Log-probs of `labels` under the current weights, and under the reference where there is one."""
+        """Returns log-probs of `labels` under the current weights, and under the reference where there is one."""
         with self.span("logprobs"):
             old_T, ref_T = self._logprobs(batch), None
             if self.reference is not None:
@@ -45,7 +45,7 @@ class PolicyLearner:
             return LogProbs(old_T, ref_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
-        """The updates of one batch. `gate` may refuse (CheckFailed) before the first one; then nothing has changed."""
+        """Makes the updates of one batch. Raises CheckFailed, before any change, if `gate` refuses the batch."""
         plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
         if batch.old_logprobs is None and (gate or len(plan.rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))

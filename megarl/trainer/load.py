@@ -1,6 +1,6 @@
-"""A Hugging Face folder's safetensors -> this rank's parameters, slice by slice; no tensor is ever read whole.
+"""Loads a Hugging Face folder into this rank's parameters, slice by slice; no tensor is ever read whole.
 
-slices (which part of which HF tensor lies where) --HfFolder.read--> copy_ into parameter.as_strided
+slices (which part of which HF tensor goes where) --HfFolder.read--> copy_ into parameter.as_strided
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
     Raises ValueError when the folder lacks a tensor, or has one of another shape or a quantised one.
     """
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
-    for box in slices:
-        by_param[box.param].append(box)
+    for part in slices:
+        by_param[part.param].append(part)
     assert by_param.keys() == parameters.keys(), f"slices and model differ: {by_param.keys() ^ parameters.keys()}"
     source = HfFolder(Path(folder))
     for name, parameter in parameters.items():
         _assert_covered(name, parameter, by_param[name])
         if name.endswith(_PADDED):
             parameter.zero_()
-        for box in by_param[name]:
-            if box.name in source.tensors and source.dtype(box.name) not in _FLOATS:  # it needs its scales
-                stored = source.tensors[box.name].dtype
-                raise ValueError(f"{folder}: {box.name} is {stored}, quantised; name a copy of it in bf16")
-            source.copy(box, parameter)
+        for part in by_param[name]:
+            if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:  # quantised: it needs its scales
+                stored = source.tensors[part.name].dtype
+                raise ValueError(f"{folder}: {part.name} is {stored}, quantised; use a bf16 copy of the model")
+            source.copy(part, parameter)
 
 
 def _assert_covered(name: str, parameter: Tensor, slices: list[ShardSlice]) -> None:
-    """Every element of a parameter comes from one HF element, padding rows from none."""
+    """Asserts that every element of a parameter comes from one HF element, and padding rows from none."""
     assert parameter.is_contiguous(), f"{name} is not contiguous"
     count = torch.zeros(parameter.shape, dtype=torch.int8, device="cpu")
-    for box in slices:
-        part = view(count, box)
-        part += 1
+    for part in slices:
+        view(count, part).add_(1)
     assert count.numel() == 0 or count.max() <= 1, f"{name}: an element comes from two slices"
     if not name.endswith(_PADDED):
         assert count.numel() == 0 or count.min() == 1, f"{name}: an element comes from no slice"

@@ -37,7 +37,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, rows: int, group: ProcessGroup) -> VocabShard:
-        """Of `vocab` tokens, this rank has `rows` rows of the weight, padding included."""
+        """`vocab` is the number of tokens, `rows` that of this rank's rows of the weight, including padding."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)
 
@@ -52,10 +52,10 @@ def token_outputs(
     chunk: int,
     entropy: bool,
 ) -> TokenOutputs:
-    """Log-prob of `labels_T` and, with `entropy`, entropy in nats; both differentiable in hidden and weight.
+    """Returns log-probs of `labels_T` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
 
-    Every tensor rank has all of `hidden_TH`; its gradient is this rank's part of a sum over them. `chunk` tokens are
-    processed at a time. If the weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
+    Every tensor rank passes all of `hidden_TH`, and gets its part of the sum that is the gradient. `chunk` tokens are
+    processed at once. If the weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
     """
     logprobs_T, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_T, shard, temperature, chunk, entropy)
     return TokenOutputs(logprobs_T, entropy_T if entropy else None)

@@ -1,8 +1,8 @@
-"""Rows of a batch end to end, as one input of the model; under context parallelism, this rank's chunks of them.
+"""Packs rows of a batch end to end into one input of the model; with context parallelism, this rank's chunks of them.
 
-Each row is padded to what context parallelism splits (context_parallel.py), and one dummy row follows, up to what
-sequence parallelism divides. M real positions, P >= M with all padding, Q = P / C of them on each of C context
-ranks; the head reads S of the Q.
+Each row is padded so that context parallelism can split it (context_parallel.py), and a dummy row follows, so that
+sequence parallelism can split the total. M real positions, P >= M including all padding, Q = P / C of them on each of
+C context ranks, S of those Q read by the head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Microbatch:
 def pack(
     batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, device: torch.device
 ) -> Microbatch:
-    """The micro-batch of `rows`, of which the head reads `is_read_T` [T]; without rows it is the dummy row alone."""
+    """Returns the micro-batch of `rows`, of which the head reads `is_read_T` [T]; without rows, the dummy row alone."""
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     lengths = [end - start for start, end in spans]
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
@@ -71,8 +71,10 @@ def pack(
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
-    """Rows of these padded lengths. Padding ends a row, so causality masks it; Transformer Engine splits rows by
-    `cu_seqlens_*_padded`."""
+    """Returns rows of these padded lengths.
+
+    Padding ends a row, so causality masks it. Transformer Engine splits rows by `cu_seqlens_*_padded`.
+    """
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     padded: Any = cu_seqlens if context > 1 else None
     return PackedSeqParams(
@@ -87,7 +89,7 @@ def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedS
 
 
 def extended(microbatch: Microbatch, length: int) -> Microbatch:
-    """The micro-batch with one more dummy row, so that P = `length`."""
+    """Returns the micro-batch with another dummy row, so that P = `length`."""
     num_dummy = length - length_of(microbatch)
     if not num_dummy:
         return microbatch
@@ -104,5 +106,5 @@ def extended(microbatch: Microbatch, length: int) -> Microbatch:
 
 
 def length_of(microbatch: Microbatch) -> int:
-    """P."""
+    """Returns P, the padded length over all context ranks."""
     return int(microbatch.packed.cu_seqlens_q[-1])

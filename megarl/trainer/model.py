@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel for a ModelShape: the chunks of the pipeline that this rank holds.
+"""Megatron-Core's GPTModel for a ModelShape: the chunks of the pipeline on this rank.
 
 The output layer keeps its weight but returns its input: a head (heads.py) reads the hidden states, so the logits of
 a micro-batch never exist all at once.
@@ -21,71 +21,56 @@ from megarl.models.shape import ModelShape
 from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import scaled_frequencies
 
-__all__ = ["build_model", "local_tensors", "output_weight", "patch_chunk"]
+__all__ = ["build_model", "local_tensors", "patch_chunk"]
 
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
-    """This rank's chunks of the pipeline, parameters not yet loaded. The last returns hidden [T / tp, 1, hidden]."""
-    chunks = stage_layers(shape.layers, layout)
-    last = len(chunks) - 1
-    return [
-        _build_chunk(
-            shape,
-            layout,
-            config,
-            vp_stage=number if last else None,
-            spec=block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te),
-            use_te=use_te,
-            first=layout.pp.first and number == 0,
-            last=layout.pp.last and number == last,
+    """Returns this rank's chunks, parameters not yet loaded. The last returns hidden states [T / tp, 1, hidden]."""
+    chunks, models = stage_layers(shape.layers, layout), []
+    for number, layers in enumerate(chunks):
+        last = layout.pp.last and number == len(chunks) - 1
+        # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
+        spec: Any = block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te)
+        prediction: Any = None
+        if last and config.mtp_num_layers:
+            prediction = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=use_te)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=prediction,
+            vocab_size=padded_vocab(shape.vocab, layout.tp.size),
+            max_sequence_length=shape.max_position,
+            pre_process=layout.pp.first and number == 0,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_percent=shape.rotary_fraction,
+            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # it also takes a float
+            vp_stage=number if len(chunks) > 1 else None,
         )
-        for number, layers in enumerate(chunks)
-    ]
-
-
-def _build_chunk(
-    shape: ModelShape,
-    layout: Layout,
-    config: TransformerConfig,
-    *,
-    vp_stage: int | None,
-    spec: Any,  # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
-    use_te: bool,
-    first: bool,
-    last: bool,
-) -> GPTModel:
-    prediction = None
-    if last and config.mtp_num_layers:
-        prediction = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=use_te)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=prediction,  # pyright: ignore[reportArgumentType]  # as above
-        vocab_size=padded_vocab(shape.vocab, layout.tp.size),
-        max_sequence_length=shape.max_position,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_percent=shape.rotary_fraction,
-        rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # a float is as good
-        vp_stage=vp_stage,
-    )
-    if shape.rope_scaling and shape.latent is None:
-        model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
-    patch_chunk(model, layout, last=last)
-    return model
+        if shape.rope_scaling and shape.latent is None:
+            model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+        patch_chunk(model, layout, last=last)
+        models.append(model)
+    return models
 
 
 def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
-    """Prepare a chunk for the trainer, also one that Megatron-Bridge built."""
+    """Prepare a chunk for the trainer, including one that Megatron-Bridge built.
+
+    megatron-core 0.16.1 reduces experts with the dense gradients when expert parallelism is 1, although with
+    expert_tensor != tensor their replicas are on other ranks: the copies on the tensor ranks would drift apart.
+    """
     if last:
         model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]
-    _mark_replicated_experts(model, layout)
+    if layout.ep.size == 1 and layout.etp.size != layout.tp.size:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Parameters and router biases of these chunks by GPTModel's names; of several chunks: `chunk<n>.` + name."""
+    """Returns parameters and router biases by GPTModel's names, with several chunks prefixed by `chunk<n>.`."""
     tensors: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
@@ -96,21 +81,3 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 def _passthrough(hidden: Tensor, weight: Tensor | None = None, **_unused: object) -> tuple[Tensor, None]:
     return hidden, None
-
-
-def output_weight(model: GPTModel) -> Tensor:
-    """[padded_vocab / tp, hidden] of the last stage: the output layer's own, or the tied embedding."""
-    tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    assert weight is not None
-    return weight
-
-
-def _mark_replicated_experts(model: GPTModel, layout: Layout) -> None:
-    """megatron-core 0.16.1 reduces experts with the dense gradients when expert parallelism is 1, although with
-    expert_tensor != tensor their replicas lie on other ranks: the copies on the tensor ranks would drift apart.
-    """
-    if layout.ep.size == 1 and layout.etp.size != layout.tp.size:
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances them instead.
+"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances experts instead.
 
     Microbatch -> RouterRows --BalancedRouter.routing--> gradient of the logits, tokens of each expert --> bias
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +41,12 @@ __all__ = [
     "forget_last_batch",
     "mean_square_lse",
     "scores_of",
-    "use_router",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRows:
-    """The rows of a micro-batch, for this rank's tokens."""
+    """Which row of a micro-batch each of this rank's tokens belongs to."""
 
     row_N: Tensor  # [N] int64, R for padding
     length_R: Tensor  # [R] fp32, of the whole row
@@ -56,7 +54,7 @@ class RouterRows:
 
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
-        """`weights_T` are those of the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
+        """`weights_T` belong to the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
         rows, cu_seqlens = microbatch.rows, microbatch.rows.cu_seqlens.cpu()
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
@@ -65,18 +63,18 @@ class RouterRows:
         return cls(row_N.to(device), cu_seqlens.diff().float().to(device), until.diff().float().to(device))
 
     def as_one(self) -> RouterRows:
-        """The whole micro-batch as a single row."""
+        """Returns the whole micro-batch as a single row."""
         is_padding_N = self.row_N == self.length_R.numel()
         return RouterRows(is_padding_N.long(), self.length_R.sum()[None], self.weight_R.sum()[None])
 
     def sums(self, x_NE: Tensor) -> Tensor:
-        """[R, E]: over the tokens of each row."""
+        """Returns [R, E]: sums over the tokens of each row."""
         whole = x_NE.new_zeros(self.length_R.numel() + 1, *x_NE.shape[1:])
         return whole.index_add(0, self.row_N, x_NE)[:-1]
 
 
 def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
-    """[N, E] fp32, of sum 1 over the experts: softmax, or sigmoids divided by their sum."""
+    """Returns [N, E] fp32 that sum to 1 over the experts: softmax, or sigmoids divided by their sum."""
     if kind == "softmax":
         return logits_NE.float().softmax(-1)
     sigmoid_NE = logits_NE.float().sigmoid()
@@ -84,7 +82,7 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 
 
 def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
-    """[R]: what this rank's tokens contribute to each row's balance; the ranks of `group` have the other tokens."""
+    """Returns [R]: the part of each row's balance from this rank's tokens; ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
     if group is not None and group.size() > 1:
@@ -95,15 +93,15 @@ def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGro
 
 
 def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
-    """[R]: the contribution of this rank's tokens to each row's z."""
+    """Returns [R]: the part of each row's z from this rank's tokens."""
     return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
 
 
 class BalancedRouter(TopKRouter):
     """Megatron's router with the auxiliary losses of the current update.
 
-    Its calls with gradient enabled come in the order of the micro-batches, in the forward pass or, where activations
-    are recomputed, in the backward pass: the n-th call is for the n-th micro-batch.
+    The n-th call with gradient enabled is for the n-th micro-batch: in the forward pass, or where activations are
+    recomputed, in the backward pass.
     """
 
     losses: RouterLosses | None = None
@@ -117,15 +115,8 @@ class BalancedRouter(TopKRouter):
         if rows.length_R.numel():
             logits = MoEAuxLossAutoScaler.apply(logits, self.losses.loss(self, logits.flatten(0, -2), rows))
         probs, chosen_NE = super().routing(logits, *args, **kwargs)
-        self.losses.count(self, rows.sums(chosen_NE.float()).sum(0))
+        self.losses.counts[self] += rows.sums(chosen_NE.float()).sum(0)
         return probs, chosen_NE
-
-
-def use_router(layer: Any) -> None:
-    """Make a layer's spec build BalancedRouter; the spec of its MLP is a ModuleSpec in 0.16, a partial in 0.19."""
-    mlp = layer.submodules.mlp
-    parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    parts.router = BalancedRouter
 
 
 class RouterLosses:
@@ -137,8 +128,8 @@ class RouterLosses:
         self._num_experts = shape.experts
         self._num_layers = shape.layers - shape.dense_layers  # with experts, on all stages
         self._routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)]
-        self._counts: dict[BalancedRouter, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
+        self.counts: dict[BalancedRouter, Tensor] = {}  # [E]: tokens of each expert
         self.rows: list[RouterRows] = []
 
     def begin(self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device) -> None:
@@ -148,10 +139,10 @@ class RouterLosses:
         }
         for router in self._routers:
             router.losses, router.calls = self, 0
-            self._counts[router] = torch.zeros(self._num_experts, device=device)
+            self.counts[router] = torch.zeros(self._num_experts, device=device)
 
     def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
-        """0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
+        """Returns 0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
         moe = self._moe
         balance_rows = rows.as_one() if moe.aux_loss_type == "megatron" else rows
         scores_NE = scores_of(logits_NE, router.score_function)
@@ -162,31 +153,30 @@ class RouterLosses:
             self._sums[name] = self._sums[name] + value.detach() / self._num_layers
         return moe.aux_loss * aux + moe.z_loss * z
 
-    def count(self, router: BalancedRouter, tokens_E: Tensor) -> None:
-        self._counts[router] += tokens_E
-
+    @torch.no_grad()
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """This rank's part of each loss, averaged over layers, without its coefficient. `step`: update biases too."""
+        """Returns this rank's part of each loss, averaged over layers, without its coefficient.
+
+        With `step` it also updates the biases: experts with more tokens in this update than the mean become less
+        likely, others more (DeepSeek-V3).
+        """
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
             router.losses = None
-        if step and self._moe.bias_update_rate:
-            self._update_biases()
+            if step and self._moe.bias_update_rate:
+                tokens_E = self.counts[router]
+                dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
+                bias: Any = router.expert_bias  # [E] fp32
+                bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
         return self._sums
-
-    @torch.no_grad()
-    def _update_biases(self) -> None:
-        """Experts with more tokens in this update than the mean become less likely, others more (DeepSeek-V3)."""
-        for router in self._routers:
-            tokens_E = self._counts[router]
-            dist.all_reduce(tokens_E, group=router.tp_dp_cp_group)
-            bias: Any = router.expert_bias  # [E] fp32
-            bias += self._moe.bias_update_rate * (tokens_E.mean() - tokens_E).sign()
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the tensors of the last batch that Megatron's dispatchers keep: their graph holds the parameters, in a cycle
-    that the garbage collector does not see, so the model would never be freed."""
+    """Drop the tensors of the last batch that Megatron's dispatchers store.
+
+    Their graph refers to the parameters in a cycle that the garbage collector cannot see: the model would never be
+    freed.
+    """
     for module in (module for chunk in chunks for module in chunk.modules()):
         state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
         state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

@@ -1,12 +1,12 @@
-"""Offload the trainer's memory between phases; what comes back is equal bit for bit.
+"""Offloads the trainer's memory between phases; tensors are restored bit for bit.
 
     on the device during   forward, backward   weights, gradients, activations
                            optimizer step      weights, gradients, optimizer state
                            sync                weights
                            rollout             nothing
 
-Optimizer state is on the device for the step alone, so never together with activations. On a CPU the host is the
-device: the copies are made all the same, and only freed gradients save memory.
+Optimizer state is on the device only for the step, so never together with activations. On a CPU, where host and
+device are the same, the copies are made too, but only freed gradients save memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ __all__ = ["Memory", "recompute"]
 
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
-    """Have Megatron-Core recompute activations in the backward pass: of every layer ("full"), or of the named modules
-    of each ("selective"). Raises ValueError for modules that it cannot recompute, or that this model does not have.
+    """Configure the recomputation of activations: of every layer ("full"), or of the named modules ("selective").
+
+    Raises ValueError for modules that Megatron-Core cannot recompute, or that this model does not have.
     """
     if granularity == "none":
         return
@@ -68,7 +69,7 @@ class Memory:
         self._weights: list[Tensor] = []  # host copies of each buffer, while offloaded
 
     def onload_gradients(self) -> None:
-        """Before the backward pass: gradient buffers filled with 0; the optimizer state leaves the device."""
+        """Before the backward pass: fill gradient buffers with 0, and offload the optimizer state."""
         self._store_optimizer()
         for buffer, size in zip(self._buffers, self._gradient_bytes, strict=False):
             buffer.grad_data.untyped_storage().resize_(size)
@@ -77,9 +78,7 @@ class Memory:
 
     def onload_optimizer(self) -> None:
         """Before the optimizer step, and before a checkpoint."""
-        if not self._optimizer_on_device:
-            self._move_optimizer(self._device)
-            self._optimizer_on_device = True
+        self._move_optimizer(self._device, on_device=True)
 
     def offload_training_state(self) -> None:
         """Offload optimizer state and free gradients; keep the weights."""
@@ -105,18 +104,20 @@ class Memory:
         self._weights = []
 
     def onload_all(self) -> None:
-        """Everything that a checkpoint or an export reads."""
+        """Copy back what a checkpoint or an export reads: weights and optimizer state."""
         self.onload_weights()
         self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        if "optimizer" in self._offload and self._optimizer_on_device:
-            self._move_optimizer(torch.device("cpu"))
-            self._optimizer_on_device = False
+        if "optimizer" in self._offload:
+            self._move_optimizer(torch.device("cpu"), on_device=False)
 
     @torch.no_grad()
-    def _move_optimizer(self, device: torch.device) -> None:
-        """Moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
+    def _move_optimizer(self, device: torch.device, *, on_device: bool) -> None:
+        """Move the moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
+        if self._optimizer_on_device == on_device:
+            return
+        self._optimizer_on_device = on_device
         for part in _parts(self._optimizer):
             if part.config.bf16:
                 for group in part.optimizer.param_groups:
@@ -134,7 +135,7 @@ class Memory:
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "optimizer", None) is not None:  # a rank may hold none of the experts' state
+        if getattr(part, "optimizer", None) is not None:  # a rank may have no state of experts
             yield part
 
 

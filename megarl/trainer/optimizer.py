@@ -1,7 +1,7 @@
 """Megatron's DistributedDataParallel and DistributedOptimizer around the model, and one guarded optimizer step.
 
-Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. A step is taken or skipped
-on the gradient norm, which Megatron reduces over the whole world, so every rank decides alike.
+Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. Whether a step is skipped
+depends on the gradient norm, which Megatron reduces over the whole world, so every rank decides the same.
 """
 
 from __future__ import annotations
@@ -12,41 +12,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config.schema import Train
 
-__all__ = ["LrSchedule", "StepOutcome", "build_optimizer", "learning_rate", "take_step", "wrap", "zero_grad"]
-
-
-def learning_rate(train: Train, step: int) -> float:
-    """The rate of rollout step `step` (from 0): linear warm-up, then the schedule down to min_lr at the last step."""
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return train.lr
-    done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
-    left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return train.min_lr + (train.lr - train.min_lr) * left
+__all__ = ["LrSchedule", "build_optimizer", "take_step", "wrap", "zero_grad"]
 
 
 @dataclass
 class LrSchedule:
-    """Counts the batches trained; saved with checkpoints."""
+    """The learning rate by batches trained (rollout steps, from 0); saved with checkpoints."""
 
     train: Train
     step: int = 0
 
     @property
     def lr(self) -> float:
-        return learning_rate(self.train, self.step)
+        """Linear warm-up, then the schedule down to min_lr at the last step."""
+        train, step = self.train, self.step
+        if step < train.warmup_steps:
+            return train.lr * (step + 1) / train.warmup_steps
+        if train.schedule == "constant":
+            return train.lr
+        done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
+        left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return train.min_lr + (train.lr - train.min_lr) * left
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -67,13 +60,11 @@ def wrap(model: GPTModel) -> DistributedDataParallel:
         ),
         module=model,
     )
-    model.config.finalize_model_grads_func = _finalize
+    # without Megatron's division by a token count
+    model.config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
+        chunks, None, **options
+    )
     return ddp
-
-
-def _finalize(chunks: list[torch.nn.Module], _num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reductions without its division by a token count."""
-    finalize_model_grads(chunks, None, **kwargs)
 
 
 _CPU_OFFLOAD: dict[str, Any] = {
@@ -89,7 +80,7 @@ _CPU_OFFLOAD: dict[str, Any] = {
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
     """Adam with fp32 main weights, its state sharded over the data ranks.
 
-    Weight decay is decoupled, and spares norms and biases.
+    Weight decay is decoupled, and not applied to norms and biases.
     """
     bf16 = train.dtype == "bf16"
     config = OptimizerConfig(
@@ -112,12 +103,6 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> 
     return optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    grad_norm: float  # before clipping, over the whole model
-    skipped: bool
-
-
 def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -125,18 +110,20 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 
 @torch.no_grad()
-def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> StepOutcome:
-    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite."""
+def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> tuple[float, bool]:
+    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite.
+
+    Returns the norm before clipping, over the whole model, and whether the step was skipped.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm() or 0.0)
     if found_inf or not math.isfinite(norm):
-        return StepOutcome(norm, skipped=True)
+        return norm, True
     if clip_grad > 0:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            parameters = part.get_parameters()
-            if parameters:
+            if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
     optimizer.step_with_ready_grads()
-    return StepOutcome(norm, skipped=False)
+    return norm, False

@@ -1,4 +1,4 @@
-"""Megarl's layout as Megatron-Core's process groups. The only reader of `megatron.core.parallel_state`."""
+"""Creates Megatron-Core's process groups for a layout. The only reader of `megatron.core.parallel_state`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
-from megarl.layout import Layout, Parallel
+from megarl.layout import Layout
 
 __all__ = ["Groups", "destroy_parallel", "init_parallel"]
 
@@ -21,24 +21,24 @@ class Groups:
     context: ProcessGroup
 
 
-def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
-    """Create Megatron's process groups for these sizes, after destroying a previous set.
+def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
+    """Create Megatron's process groups for this layout, after destroying a previous set.
 
     torch.distributed must be initialised. Every rank must call.
     """
     destroy_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline if sizes.virtual_pipeline > 1 else None,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
+        tensor_model_parallel_size=layout.tp.size,
+        pipeline_model_parallel_size=layout.pp.size,
+        virtual_pipeline_model_parallel_size=layout.vpp.size if layout.vpp.size > 1 else None,
+        context_parallel_size=layout.cp.size,
+        expert_model_parallel_size=layout.ep.size,
+        expert_tensor_parallel_size=layout.etp.size,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
     _assert_agrees(layout)
-    # Megatron's layers enter a named random state even where nothing is drawn.
+    # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
@@ -48,11 +48,11 @@ def init_parallel(sizes: Parallel, layout: Layout, *, seed: int = 0) -> Groups:
 def destroy_parallel() -> None:
     """Close Megatron's process groups, so that another layout can be built in this process. Every rank must call.
 
-    Megatron itself only drops its references; the groups' threads (some fifty a layout under gloo) would keep polling.
+    Megatron only drops its references; the groups' threads (about fifty per layout with gloo) would keep polling.
     """
     if not parallel_state.model_parallel_is_initialized():
         return
-    dist.barrier()  # nobody closes a connection that a peer still reads from
+    dist.barrier()  # no rank closes a connection that a peer still reads from
     known = dist.distributed_c10d._world.pg_map  # closing the default group has closed its subgroups too
     groups = [group for group in parallel_state._global_process_group_list or () if group in known]
     parallel_state.destroy_model_parallel()
@@ -61,7 +61,7 @@ def destroy_parallel() -> None:
 
 
 def _assert_agrees(layout: Layout) -> None:
-    """Megarl's world arithmetic and Megatron's must give this rank the same coordinates."""
+    """Asserts that Megatron gives this rank the coordinates of `layout`."""
     axes = {
         "tp": "tensor_model_parallel",
         "pp": "pipeline_model_parallel",

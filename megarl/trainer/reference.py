@@ -24,7 +24,7 @@ class Reference:
 
     @contextmanager
     def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within the context `parameters` hold the reference; afterwards their previous bits."""
+        """Copies the reference into `parameters`, and restores their previous bits when the context ends."""
         current = _copy(parameters)
         before = {name: _checksum(parameter) for name, parameter in parameters.items()}
         try:
@@ -46,6 +46,6 @@ def _write(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> N
 
 
 def _checksum(parameter: Tensor) -> int:
-    """The sum of the parameter's bits as integers."""
-    words = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
-    return int(words.sum(dtype=torch.int64))
+    """Returns the sum of the parameter's bits as integers."""
+    bits = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
+    return int(bits.sum(dtype=torch.int64))

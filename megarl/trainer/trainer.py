@@ -1,4 +1,4 @@
-"""One model on Megatron-Core, in one layout, with a head. It knows no algorithm: the loss is handed in.
+"""Trains one model on Megatron-Core, in one layout, with a head. It knows no algorithm: the loss is an argument.
 
     build:    process groups -> model -> weights from a checkpoint -> head -> gradient buffers -> optimizer
     forward:  TokenBatch -> TokenOutputs
@@ -30,7 +30,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.device import DTYPES
 from megarl.trainer.bridged import Bridged
-from megarl.trainer.forward import OnOutputs, forward_backward
+from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.load import load_hf
 from megarl.trainer.megatron_config import transformer_config
@@ -40,7 +40,6 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import Groups, destroy_parallel, init_parallel
-from megarl.trainer.update import LossSums, global_sums
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
 
 __all__ = ["Trainer"]
@@ -59,9 +58,9 @@ class Trainer:
     model: list[DistributedDataParallel]  # the chunks of this pipeline stage
     optimizer: MegatronOptimizer
     scheduler: LrSchedule
-    router_losses: RouterLosses | None  # None: no experts, or no term for their routers
+    router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
     memory: Memory
-    traced: list[list[ShardSlice]] | None = None  # by rank, as Megatron-Bridge converts; None: the family has a table
+    traced: list[list[ShardSlice]] | None = None  # by rank, recorded from Megatron-Bridge; None: the family has a table
 
     @classmethod
     def build(
@@ -76,14 +75,14 @@ class Trainer:
         head: Head | None = None,  # None: log-probs over the vocabulary
         seed: int = 0,
     ) -> Trainer:
-        """The model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
+        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
 
         torch.distributed must be initialised. Every rank must call.
         """
         moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
-        groups = init_parallel(_sizes(layout), layout, seed=seed)
+        groups = init_parallel(layout, seed=seed)
         model, traced = _build_model(shape, layout, train, moe, use_te=device.type == "cuda")
-        if is_checkpoint(Path(folder)):  # what `megarl convert --to megatron` wrote
+        if is_checkpoint(Path(folder)):  # written by `megarl convert --to megatron`
             load_weights(model, Path(folder))
         else:
             slices = traced[layout.rank] if traced else _slices(shape, layout, use_te=device.type == "cuda")
@@ -91,7 +90,7 @@ class Trainer:
         if layout.pp.last:
             head.attach(model[-1])
         chunks = [wrap(chunk) for chunk in model]
-        optimizer = build_optimizer(chunks, train)  # copies the weights, so they are loaded by now
+        optimizer = build_optimizer(chunks, train)  # copies the weights, so they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.acts else None
         memory = Memory(chunks, optimizer, offload=train.offload, device=device)
         scheduler = LrSchedule(train)
@@ -100,43 +99,41 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Free memory and process groups; another trainer may then be built in this process. Every rank must call.
-
-        Process groups live as long as the model, each with threads that poll (some fifty together under gloo).
-        """
+        """Frees memory and process groups; another trainer may then be built in this process. Every rank must call."""
         forget_last_batch(self.model)
-        vars(self).clear()  # other references to this trainer keep nothing alive
+        vars(self).clear()  # so that other references to this trainer keep no tensor alive
         gc.collect()
         destroy_parallel()
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """This rank's parameters and router biases by GPTModel's names; of virtual stages: `chunk<n>.` + name."""
+        """Returns this rank's parameters and router biases by GPTModel's names (`local_tensors`)."""
         return local_tensors([chunk.module for chunk in self.model])
 
     def local_slices(self) -> list[ShardSlice]:
-        """Where this rank's parameters hold HF tensors."""
+        """Returns which slices of HF tensors this rank's parameters store."""
         if self.traced is not None:
             return self.traced[self.layout.rank]
         return _slices(self.shape, self.layout, use_te=self.device.type == "cuda")
 
     def slices_by_rank(self) -> list[list[ShardSlice]]:
-        """Where each rank's parameters hold HF tensors; the same on every rank."""
+        """Returns, for each rank, which slices of HF tensors its parameters store."""
         if self.traced is not None:
             return self.traced
-        sizes, world = _sizes(self.layout), self.layout.world
+        axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+        sizes, world = Parallel(*(axis.size for axis in axes)), self.layout.world
         layouts = [Layout.of(sizes, world, rank) for rank in range(world)]
         return [_slices(self.shape, layout, use_te=self.device.type == "cuda") for layout in layouts]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the checkpoint that is trained, with its full shape."""
+        """Returns the full shape of every tensor of the checkpoint that is trained."""
         shapes = hf_shapes(self.shape)
         if self.traced is None:
             return shapes
-        trained = {piece.name for slices in self.traced for piece in slices}
+        trained = {part.name for slices in self.traced for part in slices}
         return {name: size for name, size in shapes.items() if name in trained}
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """The head's outputs without gradient: [T] fp32 on the CPU of every rank, 0 where the head reads nothing."""
+        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it reads nothing."""
         fields = self.head.fields(entropy=False)
         outputs = torch.zeros(len(fields), batch.num_tokens, device=self.device)
 
@@ -150,11 +147,11 @@ class Trainer:
         return TokenOutputs(**dict(zip(fields, outputs.cpu(), strict=True)))
 
     def step(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> UpdateReport:
-        """One optimizer step on the rows of `plan`, which has one update.
+        """Makes one optimizer step on the rows of `plan`, which has one update.
 
-        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 hold all divisors, so it does
-        not depend on micro-batches and ranks. An update without a trained token changes nothing, since Adam's
-        momentum alone would move the weights; neither does one whose gradient is not finite.
+        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 include all divisors, so it
+        does not depend on micro-batches and ranks. The step is skipped if the gradient is not finite, and without a
+        trained token, since Adam's momentum alone would change the weights.
         """
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
         lr = self.scheduler.lr
@@ -162,34 +159,34 @@ class Trainer:
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
-        sums = LossSums.of(loss, weights_T, self.head.fields(entropy=True), self.device)
+        sums = LossSums(loss, weights_T, self.head.fields(entropy=True), self.device)
         microbatches = self._pack(batch, ranks[self.layout.dp.rank])
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
         self._run(batch, microbatches, sums, train=True)
         self.memory.onload_optimizer()
-        outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)
+        grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)
         totals = global_sums(sums.totals, counts=self._owns_outputs)
         value, count = totals.pop("loss"), totals.pop("count")
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}
         if self.router_losses is not None:
-            metrics |= global_sums(self.router_losses.finish(step=not outcome.skipped), counts=True)
-        return UpdateReport(value, outcome.grad_norm, lr, outcome.skipped, metrics)
+            metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
+        return UpdateReport(value, grad_norm, lr, skipped, metrics)
 
     def finish_batch(self) -> None:
-        """Advance the learning-rate schedule after the updates of one batch. A checkpoint may be saved afterwards."""
+        """Advances the learning-rate schedule after the updates of one batch. A checkpoint may be saved afterwards."""
         self.scheduler.step += 1
         self.memory.onload_optimizer()
 
     def microbatches(self, batch: TokenBatch) -> list[Microbatch]:
-        """This rank's share of the whole batch, for a forward pass."""
+        """Returns this rank's micro-batches of the whole batch, for a forward pass."""
         lengths, dp = batch.cu_seqlens.diff().tolist(), self.layout.dp
         max_tokens, multiple = self.train.max_tokens_per_microbatch, microbatch_multiple(self.layout)
         (ranks,) = plan_rows(lengths, dp=dp.size, updates=1, max_tokens=max_tokens, multiple=multiple)
         return self._pack(batch, ranks[dp.rank])
 
     def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...]) -> list[Microbatch]:
-        """This rank's micro-batches, of one length where Megatron requires it."""
+        """Returns this rank's micro-batches, of one length where Megatron requires it."""
         tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
         microbatches = [
             pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device) for part in rows
@@ -208,19 +205,14 @@ class Trainer:
 
     @property
     def _owns_outputs(self) -> bool:
-        """True on one rank of each tensor and context group of the last stage: together they hold each row once."""
+        """True on one rank of each tensor and context group of the last stage; these ranks share no row."""
         return self.layout.pp.last and self.layout.tp.first and self.layout.cp.first
-
-
-def _sizes(layout: Layout) -> Parallel:
-    axes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp)
-    return Parallel(*(axis.size for axis in axes))
 
 
 def _build_model(
     shape: ModelShape, layout: Layout, train: Train, moe: Moe, *, use_te: bool
 ) -> tuple[list[GPTModel], list[list[ShardSlice]] | None]:
-    """This rank's chunks, and every rank's slices if the family has no table."""
+    """Returns this rank's chunks, and every rank's slices if the family has no table."""
     dtype, dispatcher = DTYPES[train.dtype], moe.dispatcher
     if shape.bridge is None:
         config = transformer_config(shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te)

@@ -114,7 +114,7 @@ class Bench:
 def score(policy: Policy, batch: TrainBatch, logprobs: Tensor) -> ScoredBatch:
     """Old log-probs a little off those of the policy, so that ratios and clips act."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1)) * 0.15
-    reference = logprobs if policy.learner.objective.needs_reference else None
+    reference = logprobs if policy.learner.objective.algorithm.needs_reference else None
     return policy.score(batch, LogProbs(logprobs + noise * batch.mask, reference))
 
 

@@ -53,7 +53,7 @@ def chosen(parallel: Parallel, world: int) -> list[int]:
 def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[str, list[int]]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     layout = Layout.of(parallel, world, rank)
-    init_parallel(parallel, layout)
+    init_parallel(layout)
     config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
     with torch.device("meta"), OnMeta():
         held = local_tensors(build_model(shape, layout, config, use_te=False))
@@ -68,7 +68,7 @@ def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
     shape = replace(shape, layers=shape.dense_layers + 1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     layout = Layout.of(Parallel(), 1, 0)
-    init_parallel(Parallel(), layout)
+    init_parallel(layout)
     config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
     config.mtp_num_layers = shape.mtp_layers
     with torch.device("meta"), OnMeta():

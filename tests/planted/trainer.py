@@ -89,8 +89,8 @@ TRAINER = [
     ),
     (
         "trainer/trainer.py",
-        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)",
-        "outcome = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)\n        self.scheduler.step += 1",
+        "grad_norm, skipped = take_step(",
+        "self.scheduler.step += 1\n        grad_norm, skipped = take_step(",
         f"{LEARNER}::test_the_learning_rate_advances_once_a_batch",
     ),
     (
