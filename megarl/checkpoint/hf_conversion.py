@@ -1,4 +1,4 @@
-"""A Hugging Face folder as source and as target of a conversion."""
+"""Hugging Face folders as source and target of a conversion."""
 
 from __future__ import annotations
 
@@ -13,41 +13,30 @@ from torch import Tensor
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
 from megarl.checkpoint.hf_folder import HfFile, HfFolder, file_names, split_by_size, write_index
 
-__all__ = ["HfSource", "HfTarget"]
+__all__ = ["HfTarget", "hf_source"]
 
 
-class HfSource:
-    def __init__(self, conversion_map: ConversionMap, folder: HfFolder) -> None:
-        """Raises ValueError when tensors that Megatron keeps in one have different dtypes."""
-        self._map = conversion_map
-        self._folder = folder
-        firsts: dict[str, str] = {}
-        for param, boxes in conversion_map.stored.slices.items():
-            for name in (box.name for box in conversion_map.hf_slices[param]):
-                first = firsts.setdefault(boxes[0].name, name)
-                if folder.dtype(name) != folder.dtype(first):
-                    raise ValueError(
-                        f"{name} is {folder.dtype(name)} and {first} {folder.dtype(first)}, but Megatron keeps both in "
-                        f"{boxes[0].name}; convert them to one dtype"
-                    )
-
-    def dtype(self, param: str) -> torch.dtype:
-        return self._folder.dtype(self._map.hf_slices[param][0].name)
-
-    def read(self, param: str) -> Tensor:
-        flat = torch.zeros(self._map.numel(param), dtype=self.dtype(param))
-        for box in self._map.hf_slices[param]:
-            self._folder.copy(box, flat)
-        return flat
+def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> Source:
+    """Raises ValueError if tensors that Megatron stores in one have different dtypes."""
+    firsts: dict[str, str] = {}
+    for param, boxes in conversion_map.stored.slices.items():
+        for name in (box.name for box in conversion_map.hf_slices[param]):
+            first = firsts.setdefault(boxes[0].name, name)
+            if folder.dtype(name) != folder.dtype(first):
+                raise ValueError(
+                    f"{name} is {folder.dtype(name)} and {first} {folder.dtype(first)}, but Megatron stores both in "
+                    f"{boxes[0].name}; convert them to one dtype"
+                )
+    return Source(conversion_map, conversion_map.hf_slices, folder)
 
 
 class HfTarget:
-    """Files of at most `file_bytes`, where tensors and parameters can be divided so."""
+    """Files of at most `file_bytes`, unless a single tensor or parameter is larger."""
 
     def __init__(self, conversion_map: ConversionMap, source: Source, *, file_bytes: int) -> None:
         self._map = conversion_map
         self._dtypes: dict[str, torch.dtype] = {}
-        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may be one tensor, so in one file
+        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may be one tensor, which is in one file
         for param, boxes in conversion_map.hf_slices.items():
             params.setdefault(boxes[0].name, []).append(param)
             self._dtypes |= dict.fromkeys([box.name for box in boxes], source.dtype(param))
@@ -77,4 +66,4 @@ class HfTarget:
     def reopen(self, folder: Path) -> Source:
         written = HfFolder(folder)
         written.check(self._map.hf_shapes)
-        return HfSource(self._map, written)
+        return hf_source(self._map, written)

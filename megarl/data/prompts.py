@@ -36,10 +36,7 @@ class PromptStream:
     _order: tuple[int, list[int]] = field(default=(-1, []), repr=False)  # epoch, its permutation
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts.
-
-        Raises ValueError if too many prompts in a row are longer than `max_tokens`.
-        """
+        """The next `count` prompts. Raises ValueError if too many prompts in a row are longer than `max_tokens`."""
         taken: list[Prompt] = []
         skips = 0
         while len(taken) < count:

@@ -28,9 +28,9 @@ NAMES = (*BUILT_IN, *MAKERS, "process")
 
 
 def make_rewards(rewards: Sequence[Reward], *, decode: Decode | None, timeout_s: float) -> list[BatchReward]:
-    """What computes each reward; `timeout_s` limits one call of a function, process rewards need `decode`.
+    """Makes the rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
 
-    Raises ValueError if a reward cannot be found, does not take its options or is named twice.
+    Raises ValueError if a reward is unknown, does not take its options or is named twice.
     """
     names = [reward.name for reward in rewards]
     if twice := next((name for name in names if names.count(name) > 1), None):
