@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.tasks import Problem, Question, Source
+from megarl.data.tasks import Question, Source
 from megarl.data.tokenizer import Template, Tokenizer
 from megarl.types import Prompt
 
@@ -40,19 +40,21 @@ class PromptStream:
         taken: list[Prompt] = []
         skips = 0
         while len(taken) < count:
-            prompt = self._prompt(self.position)
+            problem = self.source.problem(self._index(self.position))
+            tokens = self.tokenizer.encode_prompt(problem.question, self.template)
+            prompt = Prompt(self.position, tokens, question_text(problem.question), problem.answer, problem.extra)
             self.position += 1
-            if 0 < len(prompt.tokens) <= self.max_tokens:
+            if 0 < len(tokens) <= self.max_tokens:
                 taken.append(prompt)
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
             if self.skipped == 1:
-                log.warning("a prompt of %d tokens exceeds %d and is skipped", len(prompt.tokens), self.max_tokens)
+                log.warning("a prompt of %d tokens exceeds %d and is skipped", len(tokens), self.max_tokens)
             if skips == min(MAX_SKIPS, self.source.size or MAX_SKIPS):
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "
-                    f"(the last has {len(prompt.tokens)}); raise it, or choose a task with shorter prompts"
+                    f"(the last has {len(tokens)}); raise it, or choose a task with shorter prompts"
                 )
         return taken
 
@@ -62,13 +64,8 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.position, self.skipped = int(state["position"]), int(state["skipped"])
 
-    def _prompt(self, position: int) -> Prompt:
-        problem: Problem = self.source.problem(self._index(position))
-        tokens = self.tokenizer.encode_prompt(problem.question, self.template)
-        return Prompt(position, tokens, question_text(problem.question), problem.answer, problem.extra)
-
     def _index(self, position: int) -> int:
-        """The problem at `position`: an endless task in its own order, a finite one in a new order each epoch."""
+        """Index of the problem at `position`; a finite task is shuffled each epoch, an endless one is not."""
         size = self.source.size
         if size is None:
             return position
@@ -81,7 +78,7 @@ class PromptStream:
 
 
 def question_text(question: Question) -> str:
-    """A question as text; of chat messages, one per line with its role."""
+    """Returns a question as text, with one line per chat message."""
     if isinstance(question, str):
         return question
     return "\n".join(f"{message['role']}: {message['content']}" for message in question)

@@ -24,8 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors, Target
 from megarl.checkpoint.convert import Conversion
-from megarl.checkpoint.hf_conversion import HfTarget, hf_source
-from megarl.checkpoint.hf_folder import HfFolder
+from megarl.checkpoint.hf_folder import HfFolder, HfTarget, hf_source
 from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.config.schema import Config
-from megarl.data.supervised import Examples
+from megarl.data.collate import supervised_batch
 from megarl.launch.build import (
     Rank,
     export,
@@ -37,7 +39,7 @@ def _train(rank: Rank) -> Trainer:
     with open_rank_telemetry(rank, start) as telemetry:
         run = SftRun(
             prompts=prompts,
-            examples=Examples(rank.tokenizer),
+            examples=partial(supervised_batch, rank.tokenizer),
             trainer=trainer,
             phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, current=rank.phase),
             checkpoint=checkpoint,

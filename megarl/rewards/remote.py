@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
 from megarl.platform.env import get_env
@@ -65,8 +65,10 @@ class _Retryable(ScoreError):
         self.pause_s = pause_s
 
 
-class HttpOptions(Section):
+class HttpOptions(BaseModel):
     """The options of every reward that sends requests."""
+
+    model_config = Section.model_config
 
     timeout_s: PositiveFloat = 30.0  # of one attempt, from connecting to the answer's last byte
     total_s: PositiveFloat = 300.0  # of all requests of a step together, pauses included
@@ -185,9 +187,6 @@ def _retry_after(header: str) -> float:
     return 0.0
 
 
-# --- scores of a batch --------------------------------------------------------------------------------------------
-
-
 def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_size: int, *, key: str) -> list[Any]:
     """Returns the server's value of `key` for each row, or a ScoreError."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
@@ -243,9 +242,6 @@ def finite_number(value: Any, source: str) -> float:
         if math.isfinite(value):
             return float(value)
     raise ScoreError("nan", f"{source} gave the score {str(value)[:20]}")
-
-
-# --- the reward ---------------------------------------------------------------------------------------------------
 
 
 class RemoteOptions(HttpOptions):

@@ -83,9 +83,9 @@ BATCHES = [
         f"{TASKS}::test_a_stream_resumes_where_it_stood",
     ),
     (
-        "data/supervised.py",
-        "return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)",
-        "return tokens, torch.arange(tokens.numel()) >= 0",
+        "data/collate.py",
+        "torch.arange(tokens.numel()) >= len(prompt.tokens)",
+        "torch.arange(tokens.numel()) >= 0",
         "unit/data/test_tokenizer.py::test_examples_learn_the_answer_and_its_end_only",
     ),
     (
