@@ -89,16 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     plan.add_argument(
-        "--messages",
-        metavar="FILE",
-        type=Path,
-        help="write [round, sender, receiver, bytes] of each message, a line each",
+        "--messages", metavar="FILE", type=Path, help="write a line [round, sender, receiver, bytes] each"
     )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
-    convert.add_argument(
-        "source", metavar="SRC", type=Path, help="an HF model, a Megatron checkpoint, or a run's step_<n>"
-    )
+    convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
     convert.add_argument("target", metavar="DST", type=Path, help="a new folder, or one to resume")
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
     for name, axis in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):

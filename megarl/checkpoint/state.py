@@ -85,8 +85,11 @@ class Checkpoints:
         Raises CheckFailed if an earlier checkpoint could not be written.
         """
         self._now = _Boundary(step, state, self.prompts.state())
-        if self._writing is not None and _all_true(self._writing[1].done):
-            self.finish()
+        if self._writing is not None:
+            is_done = torch.tensor(int(not self._writing[1].thread.is_alive()))
+            dist.all_reduce(is_done, dist.ReduceOp.MIN)
+            if is_done:
+                self.finish()
         if self.every and (last or step == self.last_step or step % self.every == 0):
             self.save()
         if self.export is not None:
@@ -194,12 +197,6 @@ class Checkpoints:
         model = {name: chunk.sharded_state_dict() for name, chunk in self._chunks()}
         optimizer = self.trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
         return {**model, "optimizer": optimizer}
-
-
-def _all_true(value: bool) -> bool:
-    agreed = torch.tensor(int(value))
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -39,20 +39,15 @@ class Writing:
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
         self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """On this rank."""
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self.thread.start()
 
     def finish(self) -> None:
         """Wait for all ranks' files, then complete the checkpoint.
 
         Raises CheckFailed on every rank if one of them could not write.
         """
-        self._thread.join()
+        self.thread.join()
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
         if any(errors):

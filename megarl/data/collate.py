@@ -50,7 +50,8 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     """
     rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
     samples = [sample for _, _, sample in rows]
-    masks = [_mask(sample, mask_truncated) for sample in samples]
+    is_masked = [mask_truncated and sample.finish == "length" for sample in samples]
+    masks = [_shifted(s.trainable & (not masked), False) for s, masked in zip(samples, is_masked, strict=True)]
     reward_rows = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
     logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
     tokens = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=temperature)
@@ -72,11 +73,6 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
         versions=torch.tensor([sample.versions for sample in samples], dtype=torch.int64).reshape(-1, 2),
         temperature=temperature,
     )
-
-
-def _mask(sample: Sample, mask_truncated: bool) -> Tensor:
-    mask_L = _shifted(sample.trainable, False)
-    return torch.zeros_like(mask_L) if mask_truncated and sample.finish == "length" else mask_L
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

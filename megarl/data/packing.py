@@ -27,6 +27,7 @@ PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micr
 
 # row length at which attention costs as much as the matrix products of a layer, about 12 hidden sizes
 ATTENTION_LENGTH = 24576
+MAX_SWAPS = 1000
 
 
 def plan_microbatches(
@@ -155,25 +156,22 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partition items, given by index, into `parts` of nearly equal cost.
+    """Partitions items, given by index, into `parts` of nearly equal cost.
 
     Assigns the largest first, each to the least loaded part; then swaps items between the most and the least loaded
     part while that brings their loads closer.
     """
     costs_N = np.asarray(costs, dtype=np.int64)
-    members: list[list[int]] = [[] for _ in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     cost_of = costs_N.tolist()
     for item in np.argsort(-costs_N, kind="stable").tolist():
         load, part = heap[0]
-        members[part].append(item)
+        assigned[part].append(item)
         heapq.heapreplace(heap, (load + cost_of[item], part))
-    return _swapped(costs_N, [np.asarray(part, dtype=np.int64) for part in members])
-
-
-def _swapped(costs_N: np.ndarray, members: list[np.ndarray], rounds: int = 1000) -> list[list[int]]:
+    members = [np.asarray(part, dtype=np.int64) for part in assigned]
     loads = np.array([costs_N[part].sum() for part in members])
-    for _ in range(rounds):
+    for _ in range(MAX_SWAPS):
         most, least = int(loads.argmax()), int(loads.argmin())
         swap = _best_swap(costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least]))
         if swap is None:
@@ -186,7 +184,7 @@ def _swapped(costs_N: np.ndarray, members: list[np.ndarray], rounds: int = 1000)
 
 
 def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """The two items whose exchange brings the gap in load closest to 0, and the load it moves."""
+    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it moves."""
     if gap < 2 or not low.size:
         return None
     order = np.argsort(low, kind="stable")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.tasks import Question, Source
+from megarl.data.tasks import Source
 from megarl.data.tokenizer import Template, Tokenizer
 from megarl.types import Prompt
 
-__all__ = ["PromptStream", "question_text"]
+__all__ = ["PromptStream"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,10 @@ class PromptStream:
         while len(taken) < count:
             problem = self.source.problem(self._index(self.position))
             tokens = self.tokenizer.encode_prompt(problem.question, self.template)
-            prompt = Prompt(self.position, tokens, question_text(problem.question), problem.answer, problem.extra)
+            text = problem.question
+            if not isinstance(text, str):  # chat messages
+                text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
+            prompt = Prompt(self.position, tokens, text, problem.answer, problem.extra)
             self.position += 1
             if 0 < len(tokens) <= self.max_tokens:
                 taken.append(prompt)
@@ -75,10 +78,3 @@ class PromptStream:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][index]
-
-
-def question_text(question: Question) -> str:
-    """Returns a question as text, with one line per chat message."""
-    if isinstance(question, str):
-        return question
-    return "\n".join(f"{message['role']}: {message['content']}" for message in question)

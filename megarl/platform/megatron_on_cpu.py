@@ -179,15 +179,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.set_device", _nothing, "selects the GPU", _ALL),
     Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state", _ALL),
     Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator", _ALL),
-    Patch(
-        "torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues a call until CUDA has started", _ALL
-    ),
-    Patch(
-        ".cuda()",
-        lambda tensor, *_args, **_kwargs: tensor,
-        "moves tensors to the GPU (rotary embedding under context parallelism)",
-        _ALL,
-    ),
+    Patch("torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues calls until CUDA starts", _ALL),
+    Patch(".cuda()", lambda tensor, *_, **_kwargs: tensor, "moves rotary embeddings (context parallelism)", _ALL),
     Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names", _ALL),
     *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"', _ALL) for name in _FACTORIES),
     # Randomness

@@ -27,9 +27,7 @@ MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge"
 NAMES = (*BUILT_IN, *MAKERS, "process")
 
 
-def make_rewards(
-    rewards: Sequence[Reward], *, decode: Decode | None = None, timeout_s: float = 10.0
-) -> list[BatchReward]:
+def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
     """Makes the rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
 
     Raises ValueError if a reward is unknown, does not take its options or is named twice.

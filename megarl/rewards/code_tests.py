@@ -165,16 +165,12 @@ def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
     setup: list[dict[str, Any]] = []
     for statement in _inline_tests(body, name):
         if isinstance(statement, ast.Assert):
-            requests, is_passed = _assertion(statement.test)
-            tests.append(CallTest((*setup, *requests), _skip(len(setup), is_passed)))
+            requests, is_passed = _assertion(statement.test, skip=len(setup))
+            tests.append(CallTest((*setup, *requests), is_passed))
             setup = []
         else:
             setup.append({"statement": ast.unparse(statement)})
     return [*tests, *([CallTest(tuple(setup), bool)] if setup else [])]
-
-
-def _skip(count: int, is_passed: Callable[[Sequence[Any]], bool]) -> Callable[[Sequence[Any]], bool]:
-    return lambda values: is_passed(values[count:])
 
 
 def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
@@ -232,8 +228,8 @@ class _ExtractExpressions(ast.NodeTransformer):
         return ast.copy_location(ast.Name(f"_value_{len(self.expressions) - 1}", ast.Load()), node)
 
 
-def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
-    """Returns the requests that an assertion needs, and the assertion as a function of their results."""
+def _assertion(condition: ast.expr, *, skip: int) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
+    """Returns an assertion's requests, and the assertion as a function of the results after the first `skip`."""
     extractor = _ExtractExpressions(TRUSTED)
     remainder = ast.Expression(extractor.visit(copy.deepcopy(condition)))
     if not extractor.expressions:  # the function under test has the name of a trusted one: `assert sum([1, 2]) == 3`
@@ -244,7 +240,7 @@ def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Seq
     program = compile(ast.fix_missing_locations(remainder), "assertion", "eval")
 
     def is_passed(values: Sequence[Any]) -> bool:
-        names = {f"_value_{number}": value for number, value in enumerate(values)}
+        names = {f"_value_{number}": value for number, value in enumerate(values[skip:])}
         try:
             return bool(eval(program, {"__builtins__": {}, **TRUSTED, **names}))
         except Exception:  # noqa: BLE001 (such as None < 1: the result has the wrong type)

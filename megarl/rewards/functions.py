@@ -35,8 +35,13 @@ class FunctionReward:
         cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float
     ) -> FunctionReward:
         """Raises ValueError, naming the reward `name`, for an option that the function does not take."""
-        accepted = _argument_names(function)
-        if accepted is not None:
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # some callables written in C have no signature
+            parameters = ()
+        accepted = None
+        if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            accepted = frozenset(p.name for p in parameters)
             known = sorted(accepted - ARGUMENTS)
             if unknown := next((option for option in options if option not in known), None):
                 raise unknown_option(name, unknown, known)
@@ -51,12 +56,3 @@ class FunctionReward:
         if self.accepted is not None:
             arguments = {name: arguments[name] for name in self.accepted if name in arguments}
         return call_with_time_limit(self.function, arguments, timeout_s=self.timeout_s)
-
-
-def _argument_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return None
-    accepts_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return None if accepts_any else frozenset(p.name for p in parameters)

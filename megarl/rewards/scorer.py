@@ -33,7 +33,7 @@ def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: D
     `timeout_s` limits one call of a reward function. `decode` (token ids -> text) fills in `Sample.text`; process
     rewards need it.
     """
-    return Scorer(tuple(make_rewards(rewards, decode=decode, timeout_s=timeout_s)), decode)
+    return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode)
 
 
 @dataclass(frozen=True)
