@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks import plans
 from benchmarks.run import bench, describe
 
 
@@ -18,6 +19,8 @@ def main() -> int:
     if not args.names:
         print(describe())
         return 0
+    if args.names == ["plans"]:  # compared with limits, not with other software
+        return 0 if plans.check(only=args.only, json_file=args.json) else 3
     return 0 if bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json) else 3
 
 

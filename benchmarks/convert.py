@@ -124,7 +124,8 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
         where |= dict.fromkeys(names, file := f"model-{number + 1:05d}.safetensors")
         with closing(HfFile(made / file, {name: (shapes[name], torch.bfloat16) for name in names})) as out:
             for name, size in ((name, shapes[name]) for name in names):  # one at a time: a process inherits a peak
-                elements = torch.frombuffer(bytearray(generator.bytes(2 * prod(size))), dtype=torch.bfloat16)
+                numbers = generator.integers(1 << 16, size=prod(size), dtype=np.uint16)
+                elements = torch.from_numpy(numbers).view(torch.bfloat16)
                 out.write(ShardSlice(name, (0,) * len(size), size, name, 0, elements.view(size).stride()), elements)
     (made / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     source = made

@@ -1,15 +1,14 @@
 """Plans of large models against their physical floor, from the messages that would be executed.
 
-    python -m benchmarks.plans [--json FILE]
+    python -m benchmarks plans [--only TEXT] [--json FILE]
 
-Each case runs in a process of its own: it plans, writes and reads back the list of messages, prices them round by
-round, and lowers the plan for one rank in the middle of the fleet. Bounds are those of LIMITS; the exit code is 1 where
-one does not hold. Planning uses no random numbers, so the figures but for seconds and memory are the same everywhere.
+Each case runs in a separate process: it plans, writes and reads back the list of messages, prices them round by round,
+and lowers the plan for one rank in the middle of the fleet. Every figure is compared with LIMITS. Planning uses no
+random numbers, so all figures except seconds and memory are the same on every machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -33,7 +32,7 @@ LIMITS = {"over_floor": 1.3, "with_messages": 1.6, "busiest_link": 1.15, "second
 
 
 def measure(name: str, world: int | None) -> dict[str, Any]:
-    """`world`: colocated on so many ranks; None: split, as the config has it."""
+    """`world`: number of colocated ranks; None: split, as configured."""
     overrides = [f"model.path={CONFIGS}/models/{name}"]
     if world:
         overrides += ["launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null"]
@@ -55,7 +54,7 @@ def measure(name: str, world: int | None) -> dict[str, Any]:
         "busiest_link": round(figures["busiest_link_over_mean"], 3),
         "rounds": figures["num_rounds"],
         "messages": figures["num_messages"],
-        "messages_of_the_rank": sum(map(len, lowered.rounds)),
+        "messages_of_the_rank": sum(map(len, lowered)),
         "peak_extra_gb": round(figures["peak_extra_bytes"] / 1e9, 2),
         "plan_seconds": round(figures["plan_seconds"], 1),
         "lower_seconds": round(lower_seconds, 1),
@@ -84,27 +83,21 @@ def _wire_seconds(plan: Any, world: int, node: int) -> tuple[float, float]:
     return float(times.max(1).sum()), float((times.max(1) + MESSAGE_S * messages.max(1)).sum())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case is not None:
-        print(json.dumps(measure(*CASES[args.case])))
-        return 0
+def check(*, only: str = "", json_file: Path | None = None) -> bool:
+    """Measure the cases whose model's name contains `only`, and print them. Returns whether all are within LIMITS."""
     results, failures = [], []
-    for number in range(len(CASES)):
-        command = [sys.executable, "-m", "benchmarks.plans", "--case", str(number)]
+    for number in (number for number, (name, _) in enumerate(CASES) if only in name):
+        command = [sys.executable, "-m", "benchmarks.plans", str(number)]
         result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         print(", ".join(f"{name} {value}" if name != "case" else value for name, value in result.items()), flush=True)
         failures += [f"{result['case']}: {name}" for name, limit in LIMITS.items() if result[name] > limit]
         failures += [f"{result['case']}: below its floor"] * (result["over_floor"] < 1)
         results.append(result)
     print("all within limits" if not failures else "\n".join(failures), LIMITS)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 1 if failures else 0
+    if json_file:
+        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return not failures
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(json.dumps(measure(*CASES[int(sys.argv[1])])))

@@ -16,7 +16,8 @@ __all__ = ["bench", "describe"]
 
 def describe() -> str:
     """One line per benchmark."""
-    return "\n".join(f"{name:12} {bench.about}" for name, bench in BENCHES.items())
+    lines = [f"{name:12} {bench.about}" for name, bench in BENCHES.items()]
+    return "\n".join([*lines, "plans        weight syncs of large models against their physical floor (run it alone)"])
 
 
 def bench(names: Sequence[str], *, only: str = "", rounds: int = 3, json_file: Path | None = None) -> bool:

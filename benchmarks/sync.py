@@ -168,7 +168,7 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     plan = plan_slices(weights, sources, destinations, ranks_per_replica=replica, round_bytes=ROUND_BYTES)
     sender = WeightSender(sources[rank], lambda: parameters)
     transport = Collective() if world > 1 else InProcess()
-    publisher = Publisher.connect(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
+    publisher = Publisher(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
     publisher.publish(version=0)  # the first checks placement, which later ones do not
     moved, messages = publisher.plan.bytes_received, len(publisher.plan.message_bytes)
     pipe.send((0.0, moved, messages, 0.0))

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="for example runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     plan.add_argument(
         "--messages", metavar="FILE", type=Path, help="write a line [round, sender, receiver, bytes] each"
     )
@@ -114,8 +114,6 @@ def _size(text: str) -> int:
 def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     import json
 
-    from rich.console import Console
-
     from megarl.config.load import load_config
     from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
     from megarl.telemetry.plan_figure import draw_plan
@@ -125,10 +123,7 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         write_messages(plan, args.messages)
     if args.figure:
         draw_plan(figures, args.figure)
-    if args.json:
-        print(json.dumps(figures))
-    else:
-        Console().print(describe_weights(figures))
+    print(json.dumps(figures) if args.json else describe_weights(figures))
     return DONE
 
 

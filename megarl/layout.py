@@ -1,4 +1,4 @@
-"""A rank's coordinates on each axis of parallelism. Pure arithmetic, no torch.
+"""A rank's coordinates along each axis of parallelism. Pure arithmetic, no torch.
 
 Ranks are numbered in Megatron-Core's default order ``tp-cp-ep-dp-pp``: tensor fastest, pipeline slowest. Dense
 parameters are distributed over the grid [pp, dp, cp, tp], expert parameters over [pp, edp, ep, etp] of the same ranks.
@@ -7,7 +7,7 @@ parameters are distributed over the grid [pp, dp, cp, tp], expert parameters ove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 __all__ = ["Axis", "Layout", "Parallel", "smallest_world", "stage_layers"]
 
@@ -30,6 +30,11 @@ class Parallel:
     @property
     def sparse(self) -> int:
         return self.expert_tensor * self.expert * self.pipeline
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """Products of sizes that divide the world size, by the names of their axes."""
+        return {"tensor x pipeline x context": self.dense, "expert_tensor x expert x pipeline": self.sparse}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +71,18 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
-        """Coordinates of `rank` among `world` ranks. Raises ValueError if the sizes do not divide the world."""
-        for product, names in (
-            (parallel.dense, "tensor x pipeline x context"),
-            (parallel.sparse, "expert_tensor x expert x pipeline"),
-        ):
+        """Returns the coordinates of `rank`. Raises ValueError if the sizes do not divide `world`."""
+        for names, product in parallel.divisors.items():
             if world % product:
+                sizes = f"{names} = {product}"
                 raise ValueError(
-                    f"world size {world} is not divisible by {names} = {product}; use a multiple of {product} processes"
+                    f"world size {world} is not divisible by {sizes}; use a multiple of {product} processes"
                 )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is outside a world of {world}")
 
         def digits(*sizes: int) -> list[Axis]:
-            rest, axes = rank, []
-            for size in sizes:
-                axes.append(Axis(size, rest % size))
-                rest //= size
-            return axes
+            return [Axis(size, rank // prod(sizes[:index]) % size) for index, size in enumerate(sizes)]
 
         tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)
         etp, ep, edp, _ = digits(parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline)
@@ -91,30 +90,24 @@ class Layout:
 
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        sizes = [(name, getattr(self, name).size) for name in names]
-        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "1"
+        return " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1) or "1"
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
-    """The smallest number of ranks that all products of axis sizes divide."""
+    """Returns the smallest number of ranks that all products of axis sizes divide."""
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
+    """Returns the global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
 
     Chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more.
     """
     size = layout.pp.size
     count = size * layout.vpp.size
     if num_layers < count:
-        raise ValueError(
-            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {count} chunks; lower one of the two"
-        )
+        sizes = f"{size} x {layout.vpp.size}"
+        raise ValueError(f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {sizes} chunks; lower one")
     per_chunk, rest = divmod(num_layers, count)
-
-    def start(chunk: int) -> int:
-        return chunk * per_chunk + min(chunk, rest)
-
-    chunks = range(layout.pp.rank, count, size)
-    return tuple(range(start(chunk), start(chunk + 1)) for chunk in chunks)
+    starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]
+    return tuple(range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size))

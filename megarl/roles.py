@@ -25,6 +25,7 @@ from megarl.types import (
     ObjectiveState,
     Prompt,
     PublishReport,
+    Request,
     Rollout,
     Sample,
     ScoredBatch,
@@ -33,18 +34,9 @@ from megarl.types import (
 )
 
 __all__ = [
-    "Checkpoint", "Checks", "Evaluation", "Gate", "Learner", "Phases", "Prompts", "Record", "Request", "Rewards",
-    "Rollouts", "Sampler", "Telemetry", "Weights",
+    "Checkpoint", "Checks", "Evaluation", "Gate", "Learner", "Phases", "Prompts", "Record", "Rewards", "Rollouts",
+    "Sampler", "Telemetry", "Weights",
 ]  # fmt: skip
-
-
-class Request(Protocol):
-    """One sample to draw: `index` numbers the samples of a prompt, `seed` fixes its random stream."""
-
-    prompt: Prompt
-    index: int
-    seed: int
-    temperature: float  # 0: greedy
 
 
 class Prompts(Protocol):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 __all__ = [
     "FINISH", "CheckFailed", "Finish", "Group", "LogProbs", "Loss", "MicrobatchPlan", "MicrobatchRows",
-    "ObjectiveState", "Prompt", "PublishReport", "Rollout", "Sample", "ScoredBatch", "StepReport", "TokenBatch",
-    "TokenLosses", "TokenOutputs", "TrainBatch", "UpdateReport",
+    "ObjectiveState", "Prompt", "PublishReport", "Request", "Rollout", "Sample", "ScoredBatch", "StepReport",
+    "TokenBatch", "TokenLosses", "TokenOutputs", "TrainBatch", "UpdateReport",
 ]  # fmt: skip
 
 Finish = Literal["stop", "length", "abort"]
@@ -36,6 +36,16 @@ class Prompt:
     text: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A sample to draw: number `index` of the prompt's samples, with its own random seed."""
+
+    prompt: Prompt
+    index: int
+    seed: int
+    temperature: float  # 0: greedy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment (scripts/install.sh --dev) and runs the tests that need no GPU. Arguments go to pytest:
-#   scripts/test.sh -k layout        scripts/test.sh -m long
+#   scripts/test.sh -k layout        scripts/test.sh -m "long and not exhaustive"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

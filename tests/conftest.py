@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megarl.platform.env import set_env
+from megarl.platform.env import get_env, set_env
 
 set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
+ROOT = Path(__file__).resolve().parents[1]  # rank programs import the benchmarks, which are not installed
+set_env(PYTHONPATH=":".join(filter(None, (str(ROOT), get_env("PYTHONPATH", "")))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -77,7 +77,15 @@ class Run:
                 del sys.modules[name]
             import pytest
 
-            command = ["-q", "-p", "no:cacheprovider", "--tb=line", *options, *(f"tests/{test}" for test in tests)]
+            command = [
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--tb=line",
+                "--disable-warnings",
+                *options,
+                *(f"tests/{test}" for test in tests),
+            ]
             code = int(pytest.main(command))
             sys.stdout.flush()
         except BaseException:  # noqa: BLE001 (a fork must never return to the caller's loop)

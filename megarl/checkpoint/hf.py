@@ -62,7 +62,7 @@ def export_hf(
         whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
         tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name)) for name in mine}
-        Publisher.connect(
+        Publisher(
             plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
             WeightSender(local[transport.rank], parameters),
             MemoryReceiver(whole[transport.rank], tensors, dtype) if mine else None,

@@ -1,11 +1,11 @@
-"""YAML file + preset values + `key=value` overrides -> frozen `Config`, or a one-line error.
+"""YAML file + preset values + `key=value` overrides -> frozen `Config`.
 
     file ---+
     preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
     k=v ----+
 
-Explicit values take precedence over the preset's. Every error is a `ValueError` that gives the key, its value, where it
-is set, and what is allowed.
+Explicit values take precedence over the preset's. Every error is a one-line `ValueError` with the key, its value, where
+it is set, and the allowed values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -27,8 +26,6 @@ from megarl.config.schema import Config, Task
 
 __all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
 
-COMMAND_LINE = "on the command line"
-NAMED_OPTIONS = ("advantage", "loss", "correction")  # each has `<name>_options`, which belong to the named function
 RENAMED = {  # key of an earlier version -> its present name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
     "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
@@ -50,50 +47,43 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the config in `path` and apply `overrides` ("section.key=value").
+    """Reads the config in `path` and applies `overrides` ("section.key=value").
 
     Raises ValueError or FileNotFoundError with a one-line message.
     """
     file = Path(path)
     if not file.is_file():
         near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
-        hint = f"; did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else ""
-        raise FileNotFoundError(f"config {file} does not exist{hint or '; give a YAML file'}")
-    values, lines = _read_yaml(_read_text(file), str(file))
+        hint = (
+            f"did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else "give a YAML file"
+        )
+        raise FileNotFoundError(f"config {file} does not exist; {hint}")
+    values, lines = _read_yaml(file)
     assignments = [_parse_override(text) for text in overrides]
     _drop_replaced(values, dict(assignments))
     for key, value in assignments:
         _assign(values, key, value)
-        lines[key] = COMMAND_LINE
-    return parse_config(values, lines, source=str(file))
+        lines[key] = "on the command line"
+    return parse_config(values, lines)
 
 
-def parse_config(
-    values: Mapping[str, Any], lines: Mapping[str, str] | None = None, *, source: str = "config"
-) -> Config:
-    """Build a config from the nested dict of a file.
+def parse_config(values: Mapping[str, Any], lines: Mapping[str, str] | None = None) -> Config:
+    """Builds a config from nested dicts. Raises ValueError with a one-line message.
 
-    `lines` maps dotted keys to where they are set, for error messages. Raises ValueError with a one-line message.
+    `lines` maps dotted keys to where they are set, for error messages.
     """
-    merged = deepcopy(dict(values))
-    where = _Where(lines or {}, source)
-    if unknown := next(_unknown_keys(merged, Config, ""), None):
-        key, near, known = unknown
-        if key in RENAMED:
-            raise ValueError(f"{key} {where(key)} has been renamed; use {RENAMED[key]}")
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(known)}"
-        raise ValueError(f"unknown key {key} {where(key)}; {hint}")
+    merged, lines = deepcopy(dict(values)), lines or {}
     algorithm = merged.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
-        merged["algorithm"] = _with_preset(algorithm or {}, where)
+        merged["algorithm"] = _with_preset(algorithm or {}, lines)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise ValueError(_explain(error, where)) from None
+        raise ValueError(_explain(error, lines)) from None
 
 
 def resolved_yaml(config: Config) -> str:
-    """All values as YAML, including the preset's; reading it back gives the same config."""
+    """Returns all values as YAML, including the preset's; it parses to the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -101,28 +91,20 @@ def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-class _Where:
-    """Describes where a dotted key is set: `in FILE line N`, or `on the command line`."""
-
-    def __init__(self, lines: Mapping[str, str], source: str) -> None:
-        self.lines, self.source = lines, source
-
-    def __call__(self, key: str) -> str:
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return self.lines.get(key, f"in {self.source}")
+def _origin(key: str, lines: Mapping[str, str]) -> str:
+    """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the command line`."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return lines.get(key, "in config")
 
 
-def _read_text(file: Path) -> str:
+def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the nested values of a YAML file, and the line of each dotted key."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
-
-
-def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The nested values of a YAML document, and the line of each dotted key."""
-    lines: dict[str, str] = {}
+    lines = {"": f"in {file}"}
 
     def walk(node: yaml.Node | None, prefix: str) -> None:
         if isinstance(node, yaml.SequenceNode):
@@ -132,9 +114,9 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
             return
         for key_node, value_node in node.value:
             key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
-            line = f"in {name} line {key_node.start_mark.line + 1}"
+            line = f"in {file} line {key_node.start_mark.line + 1}"
             if key in lines:
-                raise ValueError(f"{key} is given twice, {lines[key]} and {line}; remove one")
+                raise ValueError(f"{key} is set twice, {lines[key]} and {line}; remove one")
             lines[key] = line
             walk(value_node, key)
 
@@ -143,17 +125,15 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         values = yaml.load(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{name} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
+        raise ValueError(f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(f"{name}{line} is not YAML: {problem}; check indentation and colons") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} contains a {type(values).__name__}, not sections; see configs/quickstart.yaml")
-    return values, lines
+        raise ValueError(f"{file}{line} is not YAML: {problem}; check indentation and colons") from None
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{file} contains a {type(values).__name__}, not sections; see configs/quickstart.yaml")
+    return values or {}, lines
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -170,7 +150,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Remove settings of a model or task that the command line replaces by another."""
+    """Removes settings of a model or task that the command line replaces by another."""
     model, task = values.get("model"), values.get("task")
     if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
@@ -180,22 +160,21 @@ def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None
 
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
-    node = values
     for name in path:
-        if not isinstance(node.get(name), dict):
-            node[name] = {}  # replaces a null or plain value; pydantic validates the result
-        node = node[name]
-    node[last] = value
+        if not isinstance(values.get(name), dict):
+            values[name] = {}  # replaces a null or plain value; pydantic validates the result
+        values = values[name]
+    values[last] = value
 
 
-def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
+def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str, Any]:
     name = explicit.get("preset", "grpo")
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose from: {', '.join(PRESETS)}"
-        raise ValueError(f"algorithm.preset={name!r} {where('algorithm.preset')} is unknown; {hint}")
+        raise ValueError(f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {hint}")
     preset = deepcopy(dict(PRESETS[name]))
-    for part in NAMED_OPTIONS:  # the preset's options belong to the preset's function
+    for part in ("advantage", "loss", "correction"):  # the preset's options belong to the preset's function
         if part in explicit and explicit[part] != preset.get(part):
             for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
                 preset.pop(key, None)
@@ -203,7 +182,7 @@ def _with_preset(explicit: dict[str, Any], where: _Where) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge recursively; `above` takes precedence."""
+    """Merges recursively; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)
         below[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
@@ -211,12 +190,10 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `Create | None` or `tuple[Reward, ...]`."""
+    """Returns the section class inside an annotation such as `Create | None` or `tuple[Reward, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, list):
-        return next(filter(None, map(_section, get_args(annotation))), None)
-    return None
+    return next(filter(None, map(_section, get_args(annotation))), None)
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -226,41 +203,33 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _known_keys(inner, f"{prefix}{name}.")
 
 
-def _unknown_keys(values: Any, section: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """(dotted key, near names, all names of its section) of each key that is not in `section`."""
-    if isinstance(values, list):
-        for index, item in enumerate(values):
-            yield from _unknown_keys(item, section, f"{prefix}{index}.")
-        return
-    if not isinstance(values, Mapping):
-        return
-    for key, value in values.items():
-        field = section.model_fields.get(str(key))
-        if field is None:
-            yield f"{prefix}{key}", _near(str(key), section, prefix), list(section.model_fields)
-        elif inner := _section(field.annotation):
-            yield from _unknown_keys(value, inner, f"{prefix}{key}.")
-
-
-def _near(key: str, section: type[BaseModel], prefix: str) -> list[str]:
-    """Names similar to `key` in its section, else the same or a similar name in any section."""
-    if here := difflib.get_close_matches(key, section.model_fields, n=2):
-        return [prefix + name for name in here]
-    everywhere = list(_known_keys(Config))
-    same = [name for name in everywhere if name.rpartition(".")[2] == key]
-    if same:
-        return same[:3]
-    last = {name.rpartition(".")[2]: name for name in everywhere}
-    return [last[name] for name in difflib.get_close_matches(key, last, n=2)]
-
-
-def _explain(error: ValidationError, where: _Where) -> str:
-    """The first of pydantic's errors as one line: key, value, where it is set, what is allowed."""
-    first, *others = error.errors()
+def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
+    """Returns pydantic's error for an unknown key, else its first, as one line: key, value, where it is set, remedy."""
+    errors = error.errors()
+    if unknown := next((each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None):
+        return _explain_unknown([str(part) for part in unknown["loc"]], lines)
+    first = errors[0]
     names = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
     key = ".".join(names)
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    count = f" (and {len(others)} more)" if others else ""
+    count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "missing":
-        return f"{key} is missing {where(key)}; give it a value{count}"
-    return f"{key}={first['input']!r} {where(key)} is refused: {allowed}{count}"
+        return f"{key} is missing {_origin(key, lines)}; set it{count}"
+    return f"{key}={first['input']!r} {_origin(key, lines)} is refused: {allowed}{count}"
+
+
+def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
+    """Suggests similar names of the same section, else the same or a similar name of any section."""
+    key, name, section = ".".join(path), path[-1], Config
+    if key in RENAMED:
+        return f"{key} {_origin(key, lines)} has been renamed; use {RENAMED[key]}"
+    for part in path[:-1]:
+        if part in section.model_fields:  # and not an index
+            section = _section(section.model_fields[part].annotation) or section
+    near = [".".join([*path[:-1], close]) for close in difflib.get_close_matches(name, section.model_fields, n=2)]
+    if not near:
+        everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
+        close = difflib.get_close_matches(name, everywhere.values(), n=1)
+        near = [known for known, last in everywhere.items() if last in close][:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(section.model_fields)}"
+    return f"unknown key {key} {_origin(key, lines)}; {hint}"

@@ -1,7 +1,6 @@
 """Names and options of the functions in `megarl.algorithms`, so that a config is checked without importing torch.
 
-Each dict has the keys of the dict of the same name in `megarl.algorithms`; its values are the options of those
-functions. A test compares the two.
+Each dict maps the keys of the dict of the same name in `megarl.algorithms` to the options of its functions.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "seq_mask": ("low", "high"),
     "opsm": ("delta",),
 }
-SELECT: dict[str, tuple[str, ...]] = {
-    "clip_cov": ("share", "low", "high"),
-    "kl_cov": ("share",),
-}  # besides the loss's bounds
+SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # and the bounds
 LOSS_BOUNDS = (*_CLIP, "dual_clip")  # options of a loss that are keys of `algorithm` itself
 CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
@@ -69,4 +65,4 @@ CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
 }
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
 TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process")  # may differ within a response
-NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions whose inputs the loop does not compute yet
+NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions with inputs that the loop does not compute yet

@@ -1,8 +1,8 @@
 """Presets: named sets of the values of `algorithm`, which explicit settings override. Plain data, no torch.
 
-Values are those of the papers cited. Two settings that no paper fixes are the same everywhere: token-level truncated
-importance sampling with cap 2 (`tis`) corrects for the difference between the engine's and the trainer's log-probs,
-except in `grpo_paper`; `dual_clip` is off unless listed.
+Values are those of the papers cited; settings not listed have the schema's defaults, for example no KL. Two settings
+that no paper fixes are the same everywhere: token-level truncated importance sampling with cap 2 (`tis`) corrects for
+the engine's deviation from the trainer's log-probs, except in `grpo_paper`; `dual_clip` is off unless listed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ from typing import Any
 __all__ = ["PRESETS"]
 
 _TIS: dict[str, Any] = {"correction": "tis", "correction_options": {"cap": 2.0}}
-_PPO: dict[str, Any] = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_CLIP: dict[str, Any] = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_PPO: dict[str, Any] = {**_CLIP, **_TIS}
 _GRPO: dict[str, Any] = {"advantage": "grpo", "advantage_options": {"std": "unbiased", "eps": 1e-6}}
+_REWARD_TO_GO: dict[str, Any] = {
+    "advantage_options": {"gamma": 1.0, "whiten": False},
+    "loss": "reinforce",
+    "aggregation": "seq-mean-token-sum",
+    **_TIS,
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Common practice in large runs: the group's mean and deviation (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
@@ -25,18 +32,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "dual_clip": 10.0,
         "aggregation": "token-mean",
-        "kl": {"coef": 0.0},
         "filter_zero_std": True,
-        **_TIS,
     },
     # DeepSeekMath, arXiv 2402.03300: equation 3 (a mean over responses of means over tokens), equation 4 (k3), and
     # 4.2 (coefficient 0.04). The paper does not say which deviation, nor a clip range: PPO's 0.2.
     "grpo_paper": {
         **_GRPO,
-        **_PPO,
+        **_CLIP,
         "aggregation": "seq-mean-token-mean",
         "kl": {"estimator": "k3", "where": "loss", "coef": 0.04},
-        "filter_zero_std": False,
         "correction": "none",
     },
     # DAPO, arXiv 2503.14476: clip-higher (3.1), dynamic sampling (3.2), token-level loss (3.3), overlong shaping
@@ -46,10 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_PPO,
         "clip_high": 0.28,
         "aggregation": "token-mean",
-        "kl": {"coef": 0.0},
         "filter_zero_std": True,
         "overlong": {"buffer": 0.2, "factor": 1.0},
-        **_TIS,
     },
     # Dr. GRPO, arXiv 2503.20783, 3.2: neither the deviation nor the response's length divides; no KL. The constant
     # is rollout.max_tokens.
@@ -57,17 +59,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "dr_grpo",
         **_PPO,
         "aggregation": "seq-mean-token-sum-norm",
-        "kl": {"coef": 0.0},
-        **_TIS,
     },
-    # GSPO, arXiv 2507.18071: equation 5 (a row's ratio, a mean over responses), 5.1 (3e-4 and 4e-4); no KL.
+    # GSPO, arXiv 2507.18071: equation 5 (a row's ratio, a mean over responses), 5.1 (the loss's bounds); no KL.
     "gspo": {
         **_GRPO,
         "loss": "gspo",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
         "aggregation": "seq-mean-token-mean",
-        "kl": {"coef": 0.0},
         **_TIS,
     },
     # CISPO, MiniMax-M1, arXiv 2506.13585, 3.1: clipped importance weights, no lower bound, a mean over tokens, no
@@ -75,10 +72,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {
         **_GRPO,
         "loss": "cispo",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
         "aggregation": "token-mean",
-        "kl": {"coef": 0.0},
         **_TIS,
     },
     # RLOO, arXiv 2402.14740, 3.2: a response is one action, so its tokens' losses are summed; KL in the reward
@@ -89,17 +83,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_PPO,
         "aggregation": "seq-mean-token-sum",
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
-        **_TIS,
     },
     # Williams 1992: the reward-to-go times the gradient of log pi, no baseline, no discount.
-    "reinforce": {
-        "advantage": "reinforce",
-        "advantage_options": {"gamma": 1.0, "whiten": False},
-        "loss": "reinforce",
-        "aggregation": "seq-mean-token-sum",
-        "kl": {"coef": 0.0},
-        **_TIS,
-    },
+    "reinforce": {"advantage": "reinforce", **_REWARD_TO_GO},
     # REINFORCE++, arXiv 2501.03262: KL in the reward of every token, summed to the end, whitened over the batch; no
     # group is needed. 0.001 with rewards by rule, 0.01 with a reward model (its authors' settings).
     "reinforce_pp": {
@@ -109,7 +95,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dual_clip": 10.0,
         "aggregation": "token-mean",
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
-        **_TIS,
     },
     # REINFORCE++-baseline, arXiv 2501.03262: the group's mean, then whitened over the batch; KL in the loss with
     # the gradient of k2. 0.001 is its authors' script's.
@@ -120,16 +105,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dual_clip": 10.0,
         "aggregation": "token-mean",
         "kl": {"estimator": "k2", "where": "loss", "coef": 0.001},
-        **_TIS,
     },
     # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample a
     # prompt; KL in the reward (4.2), with the coefficient of rule rewards.
     "remax": {
         "advantage": "remax",
-        "advantage_options": {"gamma": 1.0, "whiten": False},
-        "loss": "reinforce",
-        "aggregation": "seq-mean-token-sum",
+        **_REWARD_TO_GO,
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
-        **_TIS,
     },
 }

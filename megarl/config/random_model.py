@@ -1,7 +1,4 @@
-"""`model.create` as the two Hugging Face JSON files that describe the model: pure data, no weights, no torch.
-
-The tokenizer's vocabulary lives here too, because the size of the model's vocabulary follows from it.
-"""
+"""`model.create` as a model's two Hugging Face JSON files, and the vocabulary of its tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -17,29 +14,23 @@ __all__ = ["BOS", "EOS", "PAD", "SPECIAL", "UNK", "characters", "generation_conf
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 
-# Most useful first: a smaller vocabulary keeps arithmetic and lower-case words, and the rest is read as <unk>
-_CHARACTERS = (
-    string.digits
-    + " \n"
-    + "+-*/=().,:?!'\"%$<>[]"
-    + string.ascii_lowercase
-    + string.ascii_uppercase
-    + "".join(sorted(set(string.punctuation) - set("+-*/=().,:?!'\"%$<>[]")))
-    + "\t"
-)
+# Most useful first: a small vocabulary has arithmetic and lower-case words, and reads all else as <unk>
+_COMMON = string.digits + " \n+-*/=().,:?!'\"%$<>[]" + string.ascii_letters
+_CHARACTERS = _COMMON + "".join(sorted(set(string.punctuation) - set(_COMMON))) + "\t"
 
 
 def characters(create: Create) -> tuple[str, ...]:
-    """The tokens of the character tokenizer: special ones, phrases, characters; truncated to `create.vocab`."""
+    """Returns the character tokenizer's tokens (special, phrases, characters), truncated to `create.vocab`."""
     return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 
 def hf_config(create: Create) -> dict[str, Any]:
-    """The config.json of a random model: keys that all families share, then those of its family.
+    """Returns the config.json of a random model: keys that all families share, then those of its family.
 
-    Raises ValueError when its sizes do not fit together.
+    Raises ValueError for sizes that do not fit together.
     """
-    family = _check_sizes(create)
+    head_dim = create.head_dim or create.hidden // create.heads
+    family = _check_sizes(create, head_dim)
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": create.family,
@@ -49,7 +40,7 @@ def hf_config(create: Create) -> dict[str, Any]:
         "num_hidden_layers": create.layers,
         "num_attention_heads": create.heads,
         "num_key_value_heads": create.kv_heads,
-        "head_dim": _head_dim(create),
+        "head_dim": head_dim,
         "max_position_embeddings": create.max_position,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -67,10 +58,9 @@ def hf_config(create: Create) -> dict[str, Any]:
     if family.is_moe:
         values |= {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
     values |= family.random_config(values, create.experts, create.moe_intermediate or create.hidden)
-    if create.layers <= (dense_layers := values.get("first_k_dense_replace", 0)):
-        raise ValueError(
-            f"model.create: family={create.family} begins with a layer without experts; give layers: {dense_layers + 1}"
-        )
+    if create.layers <= (dense := values.get("first_k_dense_replace", 0)):
+        remedy = f"family={create.family} needs {dense + 1} or more, because the first has no experts"
+        raise ValueError(f"model.create: layers={create.layers}, but {remedy}")
     return values
 
 
@@ -78,35 +68,26 @@ def generation_config() -> dict[str, Any]:
     return {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
 
 
-def _head_dim(create: Create) -> int:
-    return create.head_dim or create.hidden // create.heads
-
-
-def _check_sizes(create: Create) -> Family:
+def _check_sizes(create: Create, head_dim: int) -> Family:
     supported = {name: family for name, family in FAMILIES.items() if family.architecture}
     if create.family not in supported:
         raise ValueError(f"model.create: family={create.family} is not supported; use one of {', '.join(supported)}")
     if create.head_dim is None and create.hidden % create.heads:
-        raise ValueError(
-            f"model.create: hidden={create.hidden} is not divisible by heads={create.heads}; "
-            "change one, or give head_dim"
-        )
-    head_dim = _head_dim(create)
+        sizes = f"hidden={create.hidden} is not divisible by heads={create.heads}"
+        raise ValueError(f"model.create: {sizes}; change one, or set head_dim")
     if head_dim % 2:
         raise ValueError(f"model.create: head_dim={head_dim} is odd, which rotary positions cannot use; make it even")
     if create.heads % create.kv_heads:
-        raise ValueError(
-            f"model.create: heads={create.heads} is not divisible by kv_heads={create.kv_heads}; change one"
-        )
+        sizes = f"heads={create.heads} is not divisible by kv_heads={create.kv_heads}"
+        raise ValueError(f"model.create: {sizes}; change one")
     family = supported[create.family]
     if family.is_moe != (create.experts > 0):
         moe = ", ".join(name for name, other in supported.items() if other.is_moe)
-        remedy = "give model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
+        remedy = "set model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
         raise ValueError(f"model.create: family={create.family} with experts={create.experts}; {remedy}")
     if family.is_moe and create.experts_per_token > create.experts:
-        raise ValueError(
-            f"model.create: experts_per_token={create.experts_per_token} exceeds experts={create.experts}; lower it"
-        )
+        sizes = f"experts_per_token={create.experts_per_token} exceeds experts={create.experts}"
+        raise ValueError(f"model.create: {sizes}; lower it")
     least = len(SPECIAL) + len(create.phrases) + 1
     if create.vocab is not None and create.vocab < least:
         raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")

@@ -5,9 +5,10 @@ The defaults train with GRPO: clip 0.2 / 0.28, token-mean, no KL. A default that
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.types import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.layout import Parallel
@@ -17,6 +18,10 @@ __all__ = [
     "Overlong", "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Sync", "Task", "Telemetry",
     "Train",
 ]  # fmt: skip
+
+
+FiniteNonNegative = Annotated[FiniteFloat, Field(ge=0)]
+Options = dict[str, Any]
 
 
 class Section(BaseModel):
@@ -40,7 +45,7 @@ class Create(Section):
     head_dim: PositiveInt | None = None  # None: hidden / heads
     intermediate: PositiveInt | None = None  # None: 3 x hidden
     vocab: PositiveInt | None = None  # None: that of the tokenizer
-    experts: int = Field(default=0, ge=0)
+    experts: NonNegativeInt = 0
     experts_per_token: PositiveInt = 2
     moe_intermediate: PositiveInt | None = None  # None: hidden
     tied: bool = True
@@ -57,13 +62,13 @@ class Model(Section):
 
 
 class Checks(Section):
-    max_logprob_diff: float | None = Field(default=None, gt=0)  # None: 1e-4 in fp32; 0.5 max and 0.02 mean in bf16
+    max_logprob_diff: PositiveFloat | None = None  # None: 1e-4 in fp32; 0.5 max and 0.02 mean in bf16
     probe: Literal["first", "always"] = "first"
 
 
 class Task(Section):
     name: str = "reasoning_gym:chain_sum"
-    options: dict[str, Any] = Field(default_factory=dict)  # passed to the task, for example reasoning-gym's settings
+    options: Options = {}  # passed to the task, for example reasoning-gym's settings
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
     seed: int = 0
     size: PositiveInt | None = None  # None: the whole task
@@ -71,8 +76,8 @@ class Task(Section):
 
 class Reward(Section):
     name: str  # accuracy, format, code, judge, process; a URL; or the dotted path of a function
-    weight: float = Field(default=1.0, allow_inf_nan=False)
-    options: dict[str, Any] = Field(default_factory=dict)
+    weight: FiniteFloat = 1.0
+    options: Options = {}
 
 
 class KlTerm(Section):
@@ -80,10 +85,10 @@ class KlTerm(Section):
 
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
-    coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    coef: FiniteNonNegative = 0.0
     target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # adapt the coefficient; None: fixed
     horizon: PositiveInt = 10000  # samples over which the coefficient adapts
-    value_clamp: float | None = Field(default=None, gt=0)  # bound of the estimator's value; several trainers use 10
+    value_clamp: PositiveFloat | None = None  # bound of the estimator's value; several trainers use 10
     importance_weighted: bool = False  # weigh KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)
 
     @model_validator(mode="before")
@@ -97,8 +102,8 @@ class KlTerm(Section):
 class Overlong(Section):
     """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
 
-    buffer: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # tokens below the limit; under 1: a fraction of it
-    factor: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # penalty of a response of max_tokens
+    buffer: FiniteNonNegative = 0.0  # tokens below the limit; under 1: a fraction of it
+    factor: FiniteNonNegative = 1.0  # penalty of a response of max_tokens
 
 
 class Algorithm(Section):
@@ -106,24 +111,24 @@ class Algorithm(Section):
 
     preset: str = "grpo"
     advantage: str = "grpo"
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    advantage_options: Options = {}
     loss: str = "ppo_clip"
-    loss_options: dict[str, Any] = Field(default_factory=dict)
-    token_selection_options: dict[str, Any] = Field(default_factory=dict)  # of the losses clip_cov and kl_cov
-    clip_low: float | None = Field(default=None, ge=0)  # None: the loss's own default
-    clip_high: float | None = Field(default=None, ge=0)
+    loss_options: Options = {}
+    token_selection_options: Options = {}  # of the losses clip_cov and kl_cov
+    clip_low: NonNegativeFloat | None = None  # None: the loss's own default
+    clip_high: NonNegativeFloat | None = None
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
     correction: str = "none"
-    correction_options: dict[str, Any] = Field(default_factory=dict)
+    correction_options: Options = {}
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio includes the engine's difference
-    entropy_coef: float = Field(default=0.0, allow_inf_nan=False)
+    entropy_coef: FiniteFloat = 0.0
     filter_zero_std: bool = False  # replace groups of equal rewards by fresh prompts (DAPO's dynamic sampling)
-    max_refills: int = Field(default=4, ge=0)  # rounds of fresh prompts a step, before it proceeds with fewer groups
+    max_refills: NonNegativeInt = 4  # rounds of fresh prompts a step, before it proceeds with fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
-    truncated_reward: float = Field(default=0.0, allow_inf_nan=False)  # replaces the reward of penalised responses
+    truncated_reward: FiniteFloat = 0.0  # replaces the reward of penalised responses
     reward_clip: tuple[float, float] | None = None
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
     normalise_rewards: bool = False  # by the mean and deviation of all rewards since the start of training
@@ -131,15 +136,15 @@ class Algorithm(Section):
     @model_validator(mode="before")
     @classmethod
     def _bounds_of_the_loss(cls, values: Any) -> Any:
-        """Fill in the loss's own bounds, so that a printed config shows them. dual_clip: null means off."""
+        """Fills in the loss's own bounds, so that a printed config shows them. dual_clip: null means off."""
         if not isinstance(values, dict):
             return values
-        given = {k: v for k, v in values.items() if v is not None or k not in LOSS_BOUNDS or k == "dual_clip"}
-        return CLIPS.get(str(values.get("loss", "ppo_clip")), {}) | given
+        explicit = {k: v for k, v in values.items() if v is not None or k not in LOSS_BOUNDS or k == "dual_clip"}
+        return CLIPS.get(str(values.get("loss", "ppo_clip")), {}) | explicit
 
     @property
     def loss_bounds(self) -> dict[str, float | None]:
-        """Those of clip_low, clip_high and dual_clip that the loss has, by name: arguments of the loss."""
+        """The loss's arguments among clip_low, clip_high and dual_clip."""
         return {name: getattr(self, name) for name in CLIPS.get(self.loss, {})}
 
     @property
@@ -166,32 +171,32 @@ class Rollout(Section):
     replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks per replica
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1
     min_p: float = Field(default=0.0, ge=0, le=1)
-    max_staleness: int = Field(default=0, ge=0)
+    max_staleness: NonNegativeInt = 0
     max_model_len: PositiveInt | None = None  # None: max_prompt_tokens + max_tokens
     max_prompt_tokens: PositiveInt = 1024
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
-    cpu_kv_cache_gb: float = Field(default=1.0, gt=0)
+    cpu_kv_cache_gb: PositiveFloat = 1.0
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
 
 
 class Train(Section):
-    steps: int = Field(default=100, ge=0)
+    steps: NonNegativeInt = 100
     prompts_per_step: PositiveInt = 32
     updates_per_step: PositiveInt = 1
-    lr: float = Field(default=1.0e-6, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
-    warmup_steps: int = Field(default=0, ge=0)
+    lr: NonNegativeFloat = 1.0e-6
+    min_lr: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    clip_grad: float = Field(default=1.0, ge=0)  # 0: no clipping
+    clip_grad: NonNegativeFloat = 1.0  # 0: no clipping
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
     logprob_chunk: PositiveInt = 1024  # tokens per chunk of the log-prob computation
@@ -218,7 +223,7 @@ class Sync(Section):
 
 
 class Checkpoint(Section):
-    every: int = Field(default=50, ge=0)  # steps, and at the end; 0: never
+    every: NonNegativeInt = 50  # steps, and at the end; 0: never
     keep: PositiveInt = 3
     asynchronous: bool = True  # write in the background, from a copy in host memory
     resume: str = "auto"  # auto | never | the folder of a checkpoint
@@ -229,7 +234,7 @@ class Checkpoint(Section):
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # of the trainer, in the split topology
-    # None: in a run what the launcher says (LOCAL_WORLD_SIZE), in a plan of more than 8 processes 8
+    # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
     processes_per_node: PositiveInt | None = None
     timeout_s: PositiveInt = 600  # of collectives
 
@@ -237,14 +242,12 @@ class Launch(Section):
 class Moe(Section):
     """Router losses (megarl.trainer.moe), weighted like the policy loss, and the loss-free bias update."""
 
-    aux_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of the load-balancing loss
+    aux_loss: FiniteNonNegative = 0.0  # coefficient of the load-balancing loss
     # per_sequence: over each row, so it is the same in every layout. megatron: over whole micro-batches, like
     # Megatron-Core's own, so its gradient depends on packing and on the number of data-parallel ranks
     aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
-    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # coefficient of mean logsumexp(logits)^2
-    bias_update_rate: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False
-    )  # of the expert bias of DeepSeek-V3's routers
+    z_loss: FiniteNonNegative = 0.0  # coefficient of mean logsumexp(logits)^2
+    bias_update_rate: FiniteNonNegative = 0.0  # of the expert bias of DeepSeek-V3's routers
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to equal length
 
     @property
@@ -253,9 +256,9 @@ class Moe(Section):
 
 
 class Eval(Section):
-    every: int = Field(default=0, ge=0)  # 0: never
+    every: NonNegativeInt = 0  # 0: never
     size: PositiveInt = 256
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: NonNegativeFloat = 0.0
 
 
 class Telemetry(Section):

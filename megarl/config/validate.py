@@ -2,8 +2,8 @@
 
     Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
 
-Pure arithmetic and a few small files, without torch, so that a mistake costs a second. Checks that need the code of a
-task or a reward are in `megarl.launch.preflight`, above those packages.
+Pure arithmetic and a few small files, without torch, so that a mistake costs a second. Checks that import a task or a
+reward are in `megarl.launch.preflight`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megarl.config import names
 from megarl.config.random_model import hf_config
-from megarl.config.schema import Algorithm, Config
+from megarl.config.schema import Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
 from megarl.models.registry import parse_model, read_model
@@ -26,10 +27,15 @@ from megarl.platform.env import Env, count_gpus
 
 __all__ = ["Job", "check_config", "model_shape"]
 
+RESERVED = (  # keys that must have their defaults
+    "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
+    "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a config means on this machine."""
+    """Sizes that follow from a config on this machine."""
 
     world: int  # processes on all nodes
     gpus: int  # on this node; 0: CPU
@@ -47,21 +53,21 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     _check_available(config)
     shape = model_shape(config)
     gpus = count_gpus()
-    world = _world_size(config, env, gpus)
+    smallest = smallest_world(config.parallel.sizes, config.rollout.tensor)
+    world = env.world_size if env.has_launcher else config.launch.processes or gpus or smallest
     check_model(config, shape)
     _check_moe(config, shape)
     if gpus:
         check_gpu_trainer(config, shape)
     elif has_engine:
         check_cpu_engine(config, shape)
-    _check_world(config, world, env)
+    _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_algorithm(config)
-    if has_engine:
-        _check_rewards(config)
+    if has_engine and not any(reward.weight for reward in config.rewards):
+        raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
     _check_lengths(config, shape)
     _check_train(config, gpus)
-    _check_resume(config)
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Job(
@@ -77,7 +83,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Shape of the model to train, from model.path or model.create."""
+    """Returns the shape of the model to train, from model.path or model.create."""
     model = config.model
     if model.path is not None and model.create is not None:
         raise ValueError(f"model.path={model.path} and model.create are both set; keep one")
@@ -85,64 +91,36 @@ def model_shape(config: Config) -> ModelShape:
         return read_model(model.path)
     if model.create is None:
         raise ValueError(
-            "no model is set: give model.path=DIR with a Hugging Face model, or model.create for a small random one"
+            "no model is set; set model.path to the folder of a Hugging Face model, or model.create for a random one"
         )
     return parse_model(hf_config(model.create), "model.create")
 
 
 def _check_available(config: Config) -> None:
-    """Refuse settings that this version reserves but does not implement."""
+    """Raises ValueError for settings that this version reserves but does not implement."""
     if config.stage not in ("rl", "sft"):
         raise ValueError(f"stage={config.stage} is not available in this version; choose rl or sft")
-    reserved = (
-        ("model.trust_remote_code", config.model.trust_remote_code, False),
-        ("launch.topology", config.launch.topology, "colocated"),
-        ("rollout.expert", config.rollout.expert, 1),
-        ("rollout.replicas", config.rollout.replicas, None),
-        ("rollout.max_staleness", config.rollout.max_staleness, 0),
-        ("precision.fp8", config.precision.fp8, None),
-        ("telemetry.tensorboard", config.telemetry.tensorboard, False),
-        ("telemetry.wandb", config.telemetry.wandb, None),
-    )
-    for key, value, only in reserved:
-        if value != only:
+    for key in RESERVED:
+        if (value := attrgetter(key)(config)) != (only := attrgetter(key)(Config())):
             shown, default = json.dumps(value), json.dumps(only)
             raise ValueError(f"{key}={shown} is not available in this version; leave it at {default}".replace('"', ""))
 
 
-def _world_size(config: Config, env: Env, gpus: int) -> int:
-    if env.has_launcher:
-        return env.world_size
-    if config.launch.processes is not None:
-        return config.launch.processes
-    return gpus or smallest_world(config.parallel.sizes, config.rollout.tensor)
-
-
 def _check_moe(config: Config, shape: ModelShape) -> None:
-    moe = config.moe
-    for key, value in (("aux_loss", moe.aux_loss), ("z_loss", moe.z_loss), ("bias_update_rate", moe.bias_update_rate)):
+    for key, value in config.moe.model_dump(include={"aux_loss", "z_loss", "bias_update_rate"}).items():
         if value and not shape.is_moe:
             raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
         if value and shape.bridge is not None:
-            raise ValueError(
-                f"moe.{key}={value} is not supported for {shape.family}, which has no table and uses Megatron-Bridge's "
-                "routers; set it to 0"
-            )
-    if moe.bias_update_rate and not shape.router.expert_bias:
+            raise ValueError(f"moe.{key}={value} is not supported for {shape.family} on Megatron-Bridge; set it to 0")
+    if config.moe.bias_update_rate and not shape.router.expert_bias:
         raise ValueError(
-            f"moe.bias_update_rate={moe.bias_update_rate}, but the routers of {shape.family} have no bias to update; "
-            "set it to 0 and use moe.aux_loss"
+            f"moe.bias_update_rate={config.moe.bias_update_rate}, but the routers of {shape.family} have no bias to "
+            "update; set it to 0 and use moe.aux_loss"
         )
 
 
-def _check_world(config: Config, world: int, env: Env) -> None:
-    sizes = config.parallel.sizes
-    smallest = smallest_world(sizes, config.rollout.tensor)
-    for product, axes in (
-        (sizes.dense, "tensor x pipeline x context"),
-        (sizes.sparse, "expert_tensor x expert x pipeline"),
-        (config.rollout.tensor, "rollout.tensor"),
-    ):
+def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
+    for axes, product in (config.parallel.sizes.divisors | {"rollout.tensor": config.rollout.tensor}).items():
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(
@@ -150,9 +128,7 @@ def _check_world(config: Config, world: int, env: Env) -> None:
             )
     per_node = config.launch.processes_per_node
     if per_node is not None and world > per_node and world % per_node:
-        raise ValueError(
-            f"launch.processes_per_node={per_node} does not divide the {world} processes; choose a divisor, or null"
-        )
+        raise ValueError(f"launch.processes_per_node={per_node} does not divide the {world} processes; use a divisor")
 
 
 def _check_algorithm(config: Config) -> None:
@@ -176,30 +152,28 @@ def _check_algorithm(config: Config) -> None:
     _check_options("algorithm.token_selection", f"loss={algorithm.loss}", algorithm.token_selection_options, selectable)
     if config.stage != "rl":
         return
-    is_relative = (
-        algorithm.advantage in names.GROUP_ADVANTAGES and algorithm.advantage_options.get("singleton") != "raw"
-    )
+    is_relative = algorithm.advantage in names.GROUP_ADVANTAGES
+    has_raw = algorithm.advantage_options.get("singleton") == "raw"
     has_steps = algorithm.advantage == "grpo_process" and any(reward.name == "process" for reward in config.rewards)
-    if config.rollout.samples_per_prompt == 1 and is_relative and not has_steps:
+    if config.rollout.samples_per_prompt == 1 and is_relative and not (has_raw or has_steps):
         raise ValueError(
             f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, "
             "because a sample is compared with its group; use 2 or more, or algorithm.preset=reinforce_pp"
         )
     if algorithm.loss == "sft":
         raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
-    _check_bounds(algorithm)
     _check_objective(config)
-    # the trainer computes log-probs over the whole vocabulary; a truncating sampler uses another distribution
-    for key, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        if (value := getattr(config.rollout, key)) not in (off, 0 if key == "top_k" else off):
+    for key, off in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
+        if (value := getattr(config.rollout, key)) not in off:
             raise ValueError(
                 f"rollout.{key}={value} is refused in training: it truncates the distribution that the engine samples "
-                f"from, and the trainer cannot reproduce its log-probs; set it to {off}"
+                f"from, and the trainer computes log-probs over the whole vocabulary; set it to {off[0]}"
             )
 
 
-def _check_bounds(algorithm: Algorithm) -> None:
-    """Refuse bounds that the loss would ignore."""
+def _check_objective(config: Config) -> None:
+    """Raises ValueError for bounds that the loss would ignore, and for settings that contradict each other."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
     bounds = names.CLIPS.get(algorithm.loss, {})
     for key in names.LOSS_BOUNDS:
         if getattr(algorithm, key) is not None and key not in bounds:
@@ -209,33 +183,26 @@ def _check_bounds(algorithm: Algorithm) -> None:
             )
         if key in algorithm.loss_options:
             raise ValueError(f"algorithm.loss_options.{key} is a key of `algorithm` itself; write algorithm.{key}")
-
-
-def _check_objective(config: Config) -> None:
-    """Refuse settings that contradict each other."""
-    algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.use_rollout_logprobs and algorithm.correction != "none":
         raise ValueError(
             "algorithm.use_rollout_logprobs=true includes the engine's difference in the loss's ratio, and "
             f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
-    per_token = (kl.where == "reward" and kl.coef > 0) or algorithm.advantage == "grpo_process"
-    if algorithm.loss == "gspo" and algorithm.advantage in names.TOKEN_ADVANTAGES and per_token:
+    has_steps, has_kl_reward = algorithm.advantage == "grpo_process", kl.where == "reward" and kl.coef > 0
+    if algorithm.loss == "gspo" and (has_steps or (has_kl_reward and algorithm.advantage in names.TOKEN_ADVANTAGES)):
         raise ValueError(
             f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
             f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip"
         )
-    if algorithm.advantage == "grpo_process" and kl.where == "reward" and kl.coef > 0:
+    if has_steps and has_kl_reward:
         raise ValueError(
-            "algorithm.advantage=grpo_process reads rewards at the ends of steps only, and would ignore most of the KL "
-            "that kl.where=reward puts on every token; set kl.where=loss"
+            "algorithm.advantage=grpo_process reads rewards only at the ends of steps, and would ignore most of the KL "
+            "that kl.where=reward adds to every token; set kl.where=loss"
         )
     if kl.target is not None and kl.coef == 0:
         raise ValueError(f"algorithm.kl.target={kl.target} adapts kl.coef=0, which would stay 0; set kl.coef")
     if kl.importance_weighted and kl.where == "reward":
-        raise ValueError(
-            "algorithm.kl.importance_weighted=true needs KL in the loss; set it to false, or kl.where=loss"
-        )
+        raise ValueError("algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or false")
     if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted:
         raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
     if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
@@ -256,13 +223,6 @@ def _check_options(key: str, name: str, options: Mapping[str, Any], known: Seque
         raise ValueError(f"{key}_options.{unknown} is not an option of {key}={name}; {hint}")
 
 
-def _check_rewards(config: Config) -> None:
-    if not config.rewards:
-        raise ValueError("rewards is empty; give at least one, e.g. rewards: [{name: accuracy}]")
-    if not any(reward.weight for reward in config.rewards):
-        raise ValueError("every weight in rewards is 0; set at least one")
-
-
 def _check_lengths(config: Config, shape: ModelShape) -> None:
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
@@ -270,8 +230,8 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
     if rollout.max_model_len is not None and longest > rollout.max_model_len:
         raise ValueError(f"{sums} exceeds rollout.max_model_len={rollout.max_model_len}; lower one or raise the limit")
     if (limit := rollout.max_model_len or longest) > shape.max_position:
-        what = f"rollout.max_model_len={limit}" if rollout.max_model_len else sums
-        raise ValueError(f"{what} exceeds the model's max_position={shape.max_position}; lower it")
+        size = f"rollout.max_model_len={limit}" if rollout.max_model_len else sums
+        raise ValueError(f"{size} exceeds the model's max_position={shape.max_position}; lower it")
 
 
 def _check_train(config: Config, gpus: int) -> None:
@@ -287,13 +247,8 @@ def _check_train(config: Config, gpus: int) -> None:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):
         raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, e.g. [0.9, 0.95]")
-
-
-def _check_resume(config: Config) -> None:
     resume = config.checkpoint.resume
-    if resume in ("auto", "never"):
-        return
-    if not (Path(resume) / "metadata.json").is_file():
+    if resume not in ("auto", "never") and not (Path(resume) / "metadata.json").is_file():
         raise FileNotFoundError(
             f"checkpoint.resume={resume} is not a checkpoint (no metadata.json); use auto, never, or a folder such as "
             "checkpoints/step_100"
@@ -310,10 +265,8 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
     if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
         yield "algorithm.advantage=grpo_process without the reward `process` has one step per response, and equals grpo"
     if longest > train.max_tokens_per_microbatch:
-        yield (
-            f"a row may have {longest} tokens, more than train.max_tokens_per_microbatch="
-            f"{train.max_tokens_per_microbatch}: such a row forms its own micro-batch, which may need more memory"
-        )
+        limit = f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch}"
+        yield f"a row of up to {longest} tokens exceeds {limit}, forms its own micro-batch and may need more memory"
     per_update = rows // train.updates_per_step
     if per_update < layout.dp.size:
         yield f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will be idle"

@@ -34,7 +34,7 @@ from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
-from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
@@ -115,8 +115,15 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
 
 
 def make_engine(rank: Rank) -> Engine:
-    spec = EngineSpec.of(rank.config, folder=str(rank.model_folder), stop_token_ids=rank.tokenizer.eos)
-    return Engine.start(spec, rank.env, shapes=hf_shapes(rank.shape), fp32=fp32_tensors(rank.shape))
+    return Engine.start(
+        rank.model_folder,
+        rank.config.rollout,
+        rank.env,
+        stop_token_ids=rank.tokenizer.eos,
+        dtype=DTYPES[rank.config.train.dtype],
+        shapes=hf_shapes(rank.shape),
+        fp32=fp32_tensors(rank.shape),
+    )
 
 
 def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
@@ -193,7 +200,7 @@ def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
         mean=bound.mean,
         always=config.checks.probe == "always",
     )
-    return Publisher.connect(
+    return Publisher(
         plan,
         WeightSender(trainer.local_slices(), trainer.parameters_by_name),
         engine.receiver,

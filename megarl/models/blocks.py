@@ -1,6 +1,6 @@
 """Rules that families share: embedding and head, attention, dense and expert feed-forward layers.
 
-Under Transformer Engine's layer spec a norm is fused into the linear layer behind it, and experts are grouped.
+In Transformer Engine's layer spec a norm is fused into the linear layer that follows it, and experts are grouped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the checkpoint of a layer with experts, after `model.layers.{layer}.`"""
+    """Checkpoint names of the parts of a layer with experts, after `model.layers.{layer}.`"""
 
     block: str = "mlp."
     router: str = "gate"
@@ -38,7 +38,7 @@ def moe_table(shape: ModelShape, style: Style, padded_vocab: int, names: ExpertN
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
-    """`groups` of a Table, with the embedding, the last norm and the head."""
+    """Returns a Table of `groups`, with the embedding, the last norm and the head."""
     size = (shape.vocab, shape.hidden)
     embedding = ShardDim0("model.embed_tokens.weight", "embedding.word_embeddings.weight", size, padded_vocab)
     norm = Replicated("model.norm.weight", "decoder.final_layernorm.weight", (shape.hidden,))
@@ -50,7 +50,7 @@ def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
 
 
 def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    """Grouped-query attention and the norm before it."""
+    """Returns the rules of grouped-query attention and the norm before it."""
     hf, mc = HF + "self_attn.", MC + "self_attention."
 
     def qkv(kind: str, rest: tuple[int, ...]) -> Qkv:
@@ -74,16 +74,16 @@ def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
 
 
 def dense_mlp(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    """SwiGLU and the norm before it."""
+    """Returns the rules of a SwiGLU layer and the norm before it."""
     norm = "mlp.linear_fc1.layer_norm_weight" if style == "te" else "pre_mlp_layernorm.weight"
     return (
         Replicated(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
-        *_gated(shape, HF + "mlp.", MC + "mlp.", shape.intermediate),
+        *_swiglu(shape.hidden, shape.intermediate, HF + "mlp.", MC + "mlp.{linear}.weight"),
     )
 
 
 def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
-    """What a layer with experts has once: its norm, its router, its shared experts."""
+    """Returns the rules of an expert layer's norm, router and shared experts."""
     mc, router = MC + "mlp.", f"{HF}{names.block}{names.router}."
     rules: list[Rule] = [
         Replicated(HF + "post_attention_layernorm.weight", MC + "pre_mlp_layernorm.weight", (shape.hidden,)),
@@ -94,17 +94,15 @@ def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[R
     if shape.router.expert_bias:
         rules.append(Replicated(router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,)))
     if width := shape.shared_intermediate:
-        rules += _gated(shape, f"{HF}{names.block}shared_experts.", mc + "shared_experts.", width)
+        rules += _swiglu(
+            shape.hidden, width, f"{HF}{names.block}shared_experts.", mc + "shared_experts.{linear}.weight"
+        )
     return tuple(rules)
 
 
 def experts(shape: ModelShape, style: Style, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
-    hf, width = HF + names.block + "experts.{expert}.", shape.moe_intermediate
-    gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
-    return (
-        Stack(gate_up, expert_param(style, "linear_fc1", "weight"), (width, width), (shape.hidden,)),
-        ShardDim1(f"{hf}{names.down}.weight", expert_param(style, "linear_fc2", "weight"), (shape.hidden, width)),
-    )
+    param = expert_param(style, "{linear}", "weight")
+    return _swiglu(shape.hidden, shape.moe_intermediate, f"{HF}{names.block}experts.{{expert}}.", param, names)
 
 
 def expert_param(style: Style, linear: str, kind: str) -> str:
@@ -113,9 +111,10 @@ def expert_param(style: Style, linear: str, kind: str) -> str:
     return f"{MC}mlp.experts.{linear}.{kind}{{expert}}"
 
 
-def _gated(shape: ModelShape, hf: str, mc: str, width: int) -> tuple[Rule, ...]:
-    gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
+def _swiglu(hidden: int, width: int, hf: str, mc: str, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
+    """`hf` precedes a name of `names`; `mc` has `{linear}` for the name of Megatron's linear layer."""
+    gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
     return (
-        Stack(gate_up, mc + "linear_fc1.weight", (width, width), (shape.hidden,)),
-        ShardDim1(hf + "down_proj.weight", mc + "linear_fc2.weight", (shape.hidden, width)),
+        Stack(gate_up, mc.replace("{linear}", "linear_fc1"), (width, width), (hidden,)),
+        ShardDim1(f"{hf}{names.down}.weight", mc.replace("{linear}", "linear_fc2"), (hidden, width)),
     )

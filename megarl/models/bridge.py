@@ -1,4 +1,4 @@
-"""Families without a table: read for their sizes; Megatron-Bridge builds and converts them, where it is installed."""
+"""Reads the sizes of a family without a table, which Megatron-Bridge builds and converts if it is installed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megarl.platform.env import is_installed
 
 __all__ = ["read_untabled"]
 
-PACKAGES = ("megatron.bridge", "transformer_engine")
-REFUSED = (  # what changes log-probs after the last hidden state, where megarl's own head computes them;
+REFUSED = (  # keys that change the logits, which megarl's own head computes, and keys of models of more than text
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
-    "text_config", "vision_config", "audio_config", "is_encoder_decoder",  # and what is not a text model
+    "text_config", "vision_config", "audio_config", "is_encoder_decoder",
 )  # fmt: skip
 
 
 def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> ModelShape:
-    """Raises ValueError, with the `supported` families, where Megatron-Bridge cannot stand in."""
+    """Raises ValueError, with the `supported` families, for a model that Megatron-Bridge cannot build here."""
     raw, family = config.raw, config.raw.get("model_type")
-    if missing := [name for name in PACKAGES if folder is None or not is_installed(name)]:
-        lacking = f" (missing: {', '.join(missing)})" if folder else ", and name a folder with its weights"
+    packages = ("megatron.bridge", "transformer_engine")
+    if missing := [name for name in packages if folder is None or not is_installed(name)]:
+        lacking = f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
         raise config.error(
             f"model_type={family!r} is not supported; supported: {supported}. Add a table "
             "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
@@ -31,8 +31,8 @@ def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> 
     for key in REFUSED:
         if (value := raw.get(key)) and (value is True or value != 1):  # a scale of 1 changes nothing
             raise config.error(
-                f"{key}={json.dumps(value)[:80]} is not supported for {family}; without a table only text models are, "
-                "whose logits are the last hidden state times the output layer"
+                f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without a table must be a "
+                "text model whose logits are the last hidden state times the output layer"
             )
 
     def first(*keys: str) -> int:
@@ -41,7 +41,7 @@ def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> 
     experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return ModelShape(
         **read_sizes(config, latent=read_latent(config) if raw.get("kv_lora_rank") else None),
-        rms_eps=0.0,  # Bridge reads it, and rope's base
+        rms_eps=0.0,  # Bridge reads this one, and the next
         rope_theta=0.0,
         experts=experts,
         experts_per_token=first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,

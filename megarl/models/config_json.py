@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,43 +12,41 @@ from megarl.models.shape import Latent, ModelShape
 
 __all__ = ["ConfigReader", "read_decoder", "read_latent", "read_sizes"]
 
-STRETCHED = ("factor", "original_max_position_embeddings")  # keys of both kinds of scaling
-LLAMA3 = (*STRETCHED, "low_freq_factor", "high_freq_factor")
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # with their defaults
-ROPE_KEYS = {"default": (), "llama3": LLAMA3, "yarn": (*STRETCHED, *YARN, "truncate")}
-ROPE_TYPES = tuple(ROPE_KEYS)
+SCALED = ("factor", "original_max_position_embeddings")
+ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # optional keys and their defaults
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """The values of a `config.json`, checked. Every method raises ValueError for a value it does not accept."""
+    """Checked values of a `config.json`. Every method raises ValueError for a value that it does not accept."""
 
     raw: Mapping[str, Any]
-    where: str  # names the file in errors
+    where: str  # the file, for errors
 
     @property
     def family(self) -> str:
         return str(self.raw.get("model_type"))
 
     def size(self, key: str, default: int | None = None, *, alias: str = "") -> int:
-        """At least 1. `alias` is another name of the key, used where only that is present."""
+        """Returns an integer of at least 1. `alias` is another name of the key, used if only that is present."""
         if self.raw.get(key) is None and self.raw.get(alias) is not None:
             key = alias
         value = self._get(key, default)
-        if not _is_int(value) or value < 1:
+        if type(value) is not int or value < 1:
             raise self._refused(key, value, "a whole number of at least 1")
         return value
 
     def count(self, key: str, default: int | None = 0) -> int:
-        value = self._get(key, default)
-        value = 0 if value is None else value
-        if not _is_int(value) or value < 0:
+        if (value := self._get(key, default)) is None:
+            return 0
+        if type(value) is not int or value < 0:
             raise self._refused(key, value, "a whole number, or null")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self._refused(key, value, "a number above 0")
         return float(value)
 
@@ -58,81 +56,70 @@ class ConfigReader:
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(_is_int(token) and token >= 0 for token in ids):
+        if not all(type(token) is int and token >= 0 for token in ids):
             raise self._refused(key, value, "a token's id, or a list of them")
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
-        """Refuses other values of these keys, which transformers or vLLM would follow and megarl would not."""
-        for key, value in supported.items():
-            if (given := self.raw.get(key)) is not None and given != value:
-                raise self.unsupported(key, given, value)
+        """Refuses other values of these keys, which transformers or vLLM implement and megarl does not."""
+        for key, only in supported.items():
+            if (value := self.raw.get(key)) is not None and value != only:
+                raise self.unsupported(key, value, only)
 
     def only_unquantised(self) -> None:
         if quantised := self.raw.get("quantization_config"):
             shown = json.dumps(quantised)[:80]
-            remedy = "name a copy of the model with bf16 weights, and without that key"
-            raise self.error(f"quantization_config={shown} is not supported; {remedy}")
+            raise self.error(f"quantization_config={shown} is not supported; use a bf16 copy without this key")
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
 
     def unsupported(self, key: str, value: Any, supported: Any) -> ValueError:
-        """The error for a value other than the one that megarl supports."""
-        shown = f"{key}={json.dumps(value)}"
-        return self.error(f"{shown} is not supported for {self.family}; supported: {json.dumps(supported)}")
+        remedy = f"supported: {json.dumps(supported)}"
+        return self.error(f"{key}={json.dumps(value)} is not supported for {self.family}; {remedy}")
 
     def rope(
-        self, *, theta: float = 1e4, fraction: float = 0.0, mscale: bool = False, kinds: Sequence[str] = ROPE_TYPES
+        self, *, theta: float = 1e4, fraction: float = 0.0, mscale: bool = False, kinds: Collection[str] = ROPE_KEYS
     ) -> dict[str, Any]:
-        """`rope_theta`, `rotary_fraction` and `rope_scaling` of ModelShape, from `rope_parameters` or `rope_scaling`.
+        """Returns ModelShape's `rope_theta`, `rotary_fraction` and `rope_scaling`.
 
-        theta, fraction: the family's defaults; with `fraction` 0 it rotates whole heads only
-        mscale: whether it follows yarn's `mscale` and `mscale_all_dim`
-        kinds: the `rope_type`s that it supports
+        theta, fraction: the family's defaults; a family with `fraction` 0 rotates whole heads only
+        mscale: whether the family implements yarn's `mscale` and `mscale_all_dim`
+        kinds: the family's `rope_type`s
         """
-        family = self.family
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
-        given = self._get(key, {})
-        if not isinstance(given, Mapping):
-            raise self._refused(key, given, "an object, or null")
-        inner, kind = ConfigReader(given, f"{self.where}: {key}"), given.get("rope_type", given.get("type", "default"))
+        values = self._get(key, {})
+        if not isinstance(values, Mapping):
+            raise self._refused(key, values, "an object, or null")
+        inner = ConfigReader(values, f"{self.where}: {key}")
+        kind = values.get("rope_type", values.get("type", "default"))
         if kind not in kinds:
-            raise self.error(f"rope_type={kind!r} is not supported for {family}; supported: {', '.join(kinds)}")
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
-        for name, value in given.items():
+            raise self.error(f"rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}")
+        required, optional = ROPE_KEYS[kind], (*YARN, "truncate") if kind == "yarn" else ()
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
+        for name, value in values.items():
             if name not in known and value is not None:
                 raise inner.error(f"{name}={json.dumps(value)} is not supported with rope_type={kind}")
         rotated = inner.number("partial_rotary_factor", self.number("partial_rotary_factor", fraction or 1.0))
         if rotated != 1 and (not fraction or kind == "yarn"):
-            raise self.error(f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for {family}")
-        if not mscale and (given.get("mscale") or given.get("mscale_all_dim")):
-            raise inner.error(f"mscale and mscale_all_dim are not supported for {family}; remove them")
+            shown = f"partial_rotary_factor={rotated} with rope_type={kind}"
+            raise self.error(f"{shown} is not supported for {self.family}")
+        if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
+            raise inner.error(f"mscale and mscale_all_dim are not supported for {self.family}; remove them")
         base = inner.number("rope_theta", self.number("rope_theta", theta))
-        return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": _scaling(inner, kind)}
+        scaling = {"rope_type": kind} | {name: inner.number(name) for name in required} if required else {}
+        if kind == "yarn":
+            scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
+            scaling["truncate"] = inner.flag("truncate", True)
+        return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": scaling}
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        if value is None and default is None and key not in self.raw:
-            raise ValueError(f"{self.where} has no {key!r}; name a folder with a whole config.json")
-        return default if value is None else value
+        if default is None and key not in self.raw:
+            raise ValueError(f"{self.where} has no {key!r}; choose a folder with a complete config.json")
+        return default if (value := self.raw.get(key)) is None else value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
         return self.error(f"{key}={json.dumps(value)} is refused; it must be {wanted}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _scaling(config: ConfigReader, kind: str) -> dict[str, Any]:
-    if kind == "default":
-        return {}
-    if kind == "llama3":
-        return {"rope_type": kind} | {key: config.number(key) for key in LLAMA3}
-    ramp = {key: float(config.raw.get(key) or default) for key, default in YARN.items()}
-    stretched = {key: config.number(key) for key in STRETCHED}
-    return {"rope_type": kind} | stretched | ramp | {"truncate": config.flag("truncate", True)}
 
 
 def read_decoder(
@@ -144,11 +131,11 @@ def read_decoder(
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
 ) -> ModelShape:
-    """A pre-norm decoder with SwiGLU, as most families are.
+    """Reads a pre-norm decoder with SwiGLU, the common kind.
 
     head_dim: the family's default; 0: hidden / heads
-    rope: what `config.rope` returns, where the family gives it options
-    layer_types: the supported ones, repeated
+    rope: the result of `config.rope`, if the family calls it with options
+    layer_types: the supported pattern, which repeats
     fields: further fields of ModelShape
     """
     config.only(hidden_act="silu", mlp_bias=False)
@@ -161,12 +148,12 @@ def read_decoder(
 
 
 def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: Latent | None = None) -> dict[str, Any]:
-    """The fields of ModelShape under keys that all families share."""
+    """Reads the fields of ModelShape that have the same keys in all families."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if latent:
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     elif not head_dim and config.raw.get("head_dim") is None and hidden % heads:
-        raise config.error(f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; give head_dim")
+        raise config.error(f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim")
     return {
         "family": config.family,
         "layers": config.size("num_hidden_layers"),

@@ -24,24 +24,23 @@ def read(config: ConfigReader) -> ModelShape:
 
 
 def read_experts(config: ConfigReader) -> dict[str, Any]:
-    """Values whose defaults differ between transformers and vLLM must be given."""
+    """Raises ValueError for missing keys whose defaults differ between transformers and vLLM."""
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
-    router = Router(
-        score_function="sigmoid",
-        norm_topk_prob=config.flag("norm_topk_prob", True),
-        expert_bias=True,
-        groups=config.size("n_group"),
-        groups_per_token=config.size("topk_group"),
-        scale=config.number("routed_scaling_factor"),
-    )
     return {
         "experts": config.size("n_routed_experts"),
         "experts_per_token": config.size("num_experts_per_tok"),
         "moe_intermediate": width,
         "shared_intermediate": width * config.count("n_shared_experts", None),
         "dense_layers": config.count("first_k_dense_replace", None),
-        "router": router,
+        "router": Router(
+            score_function="sigmoid",
+            norm_topk_prob=config.flag("norm_topk_prob", True),
+            expert_bias=True,
+            groups=config.size("n_group"),
+            groups_per_token=config.size("topk_group"),
+            scale=config.number("routed_scaling_factor"),
+        ),
         "mtp_layers": config.count("num_nextn_predict_layers", config.count("num_mtp_layers")),
     }
 
@@ -63,7 +62,7 @@ def moe_table(shape: ModelShape, style: Style, padded_vocab: int, attention: tup
 
 
 def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
-    """The narrow projections are replicated, in megarl's local layer as under Transformer Engine."""
+    """Returns the rules of latent attention, whose down projections are replicated in both layer specs."""
     latent, is_te = shape.latent, style == "te"
     assert latent is not None
     hf, mc, hidden, queries = HF + "self_attn.", MC + "self_attention.", shape.hidden, shape.heads * shape.head_dim
@@ -90,7 +89,7 @@ def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
 
 
 def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
-    """Multi-token prediction, beside its transformer layer. Its embedding and head are the model's own."""
+    """Returns the rules of multi-token prediction beside its transformer layer; embedding and head are the model's."""
     mtp, norm, vocab = "mtp.layers.{layer}.", (shape.hidden,), (shape.vocab, shape.hidden)
     return (
         Replicated(HF + "enorm.weight", mtp + "enorm.weight", norm),
@@ -103,7 +102,7 @@ def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """vLLM fuses the two down projections, and replicates them."""
+    """Fuses the two down projections, which vLLM replicates."""
     latent = shape.latent
     assert latent is not None
     names = (HF + "self_attn.q_a_proj.weight", HF + "self_attn.kv_a_proj_with_mqa.weight")
@@ -129,29 +128,22 @@ def megatron(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": True,
         "softmax_scale": None,  # Megatron's own, which includes yarn's factor
         "rotary_base": shape.rope_theta,
-        "rope_type": "rope",
+        "rope_type": "yarn" if scaling else "rope",
     }
-    if not scaling:
-        return settings
-    # without both of them, Hugging Face scales cosine and sine as mscale 1 does
-    scales = (scaling["mscale"], scaling["mscale_all_dim"])
-    mscale, mscale_all_dim = scales if all(scales) else (1.0, 0.0)
-    return settings | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": scaling["factor"],
-        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
-        "beta_fast": scaling["beta_fast"],
-        "beta_slow": scaling["beta_slow"],
-        "mscale": mscale,
-        "mscale_all_dim": mscale_all_dim,
-    }
+    if scaling:
+        settings |= {key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        settings["rotary_scaling_factor"] = scaling["factor"]
+        settings["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+        if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # Hugging Face needs both, else applies mscale 1
+            settings |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return settings
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
     return random_experts(values, experts, width) | {
         "num_key_value_heads": values["num_attention_heads"],
         "q_lora_rank": values["hidden_size"] // 2,
-        "kv_lora_rank": 512,  # with the next, the one size that vLLM's latent attention supports on a CPU
+        "kv_lora_rank": 512,  # this and the next are the only sizes that vLLM's latent attention supports on a CPU
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": values["head_dim"],
         "v_head_dim": values["head_dim"],
@@ -171,7 +163,7 @@ def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",  # vLLM loads the router's bias with this method only
+        "topk_method": "noaux_tc",  # vLLM loads the router's bias only with this method
         "moe_layer_freq": 1,
         "num_nextn_predict_layers": 0,
     }

@@ -1,14 +1,15 @@
-"""The engine's side of every family: where a rank of vLLM 0.32 keeps each HF tensor.
+"""The engine's side of every family: where a rank of vLLM 0.32 stores each HF tensor.
 
-vLLM keeps Hugging Face's names and splits tensors as Megatron does, except for what it fuses, so its table is derived
-from Megatron's; a family's own file says where it deviates. vLLM's loaders are traced once at start and must agree
-(`first_mismatch`); then a plan needs no engine.
+vLLM uses Hugging Face's names and Megatron's splits, and fuses some tensors, so its table is derived from Megatron's;
+`Family.engine` makes the exceptions. A plan then needs no engine: at start, the trace of vLLM's loaders is compared
+with the table (`first_mismatch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import FAMILIES, megatron_table
@@ -17,17 +18,17 @@ from megarl.models.shards import Qkv, Rule, ShardSlice, Stack, Table, as_pairs, 
 
 __all__ = ["engine_layout", "engine_slices", "engine_table", "first_mismatch"]
 
-VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to it, whatever the number of ranks
+VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
 
 def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
-    """A rank of one replica. `expert` > 1: vLLM's expert parallelism over all ranks of the replica, data x tensor."""
+    """Returns a rank's layout in a replica. `expert` > 1: expert parallelism over all its ranks, data x tensor."""
     sizes = Parallel(tensor=tensor, expert=expert, expert_tensor=1 if expert > 1 else tensor)
     return Layout.of(sizes, max(tensor, expert), rank)
 
 
 def engine_slices(shape: ModelShape, layout: Layout) -> list[ShardSlice]:
-    """What this rank of a replica keeps of each HF tensor."""
+    """Returns where this rank of a replica stores each HF tensor."""
     return slices_of(engine_table(shape), shape, layout)
 
 
@@ -35,18 +36,13 @@ def engine_table(shape: ModelShape) -> Table:
     """Raises ValueError for a family without a table."""
     padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     table = megatron_table(shape, style="local", padded_vocab=padded)
-    derived = Table(
-        embedding=tuple(map(_derived, table.embedding)),
-        dense=tuple(map(_derived, table.dense)),
-        layer=tuple(map(_derived, table.layer)),
-        expert=tuple(map(_derived_expert, table.expert)),
-        head=tuple(map(_derived, table.head)),
-    )
-    return FAMILIES[shape.family].engine(shape, derived)
+    names = ("embedding", "dense", "layer", "head")
+    rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
+    return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))
 
 
 def _derived(rule: Rule) -> Rule:
-    """The same tensors in vLLM's parameter, which has the name of the tensor, or of those that it fuses."""
+    """Returns the rule of the same tensors in vLLM's parameter, named after the tensor or the tensors that it fuses."""
     if isinstance(rule, Qkv):
         rows = tuple(size[0] for size in rule.shapes().values())
         param = rule.hf[0].replace(".q_proj.", ".qkv_proj.")
@@ -56,7 +52,7 @@ def _derived(rule: Rule) -> Rule:
 
 
 def _derived_expert(rule: Rule) -> Rule:
-    """The same for all experts of the rank, which are stacked in one parameter each way."""
+    """Returns the rule of the same tensors for all experts of the rank, which vLLM stacks in one parameter."""
     name = next(iter(rule.shapes()))
     weight = "w13" if "linear_fc1" in rule.param else "w2"
     block, kind = name.partition("experts.")[0], rule.param.rpartition(".")[2]
@@ -64,13 +60,13 @@ def _derived_expert(rule: Rule) -> Rule:
 
 
 def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
-    """An error message for the first tensor that vLLM's loaders put elsewhere than the table, or None."""
+    """Returns an error message for the first tensor that vLLM's loaders place differently from the table, or None."""
     expected = {_without_idle_strides(part) for part in table}
     by_name = {part.name: part for part in expected}
     loaded = {
         _without_idle_strides(part)
         for whole in recorded
-        if whole.numel  # or it is padding only
+        if whole.numel  # not only padding
         for part in _split_like(whole, by_name.get(whole.name, whole))
     }
     for part in sorted(loaded ^ expected, key=str):
@@ -84,7 +80,7 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
 
 
 def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
-    """As `part` views the tensor: its last dim in pairs, or one expert at a time where a loader copies all at once."""
+    """Yields the slices of `whole` in the shape of `part`: the last dim as pairs, and one expert at a time."""
     if len(part.shape) > len(whole.shape):
         whole = as_pairs(whole)
     if len(whole.shape) < 2 or part.shape[0] > 1:
@@ -96,5 +92,5 @@ def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
 
 
 def _without_idle_strides(part: ShardSlice) -> ShardSlice:
-    """The stride of a dim of one element means nothing."""
+    """Returns the slice with stride 0 in dims of one element, where any stride is equivalent."""
     return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))

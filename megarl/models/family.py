@@ -1,7 +1,5 @@
-"""What a model family is: a record of its functions, which its own file keeps together.
-
-To add one, copy the file of a family like it, and give `registry.FAMILIES` its line.
-"""
+"""A model family as a record of functions. To add one, copy the file of a similar family, and add it to
+`registry.FAMILIES`."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ __all__ = ["Family"]
 class Family:
     """One `model_type`. Its functions take and return plain data.
 
-    architecture: the class in transformers; empty where transformers has none, so that no random model can be made
-    read: its config.json; raises ValueError for a setting that transformers or vLLM would follow and megarl would not
-    table: where Megatron's parameters hold the tensors of its checkpoint, given the layer spec and padded vocabulary
+    architecture: the class in transformers; if empty, there is none, and random models are not available
+    read: reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
+    table: maps the checkpoint's tensors to Megatron's parameters, for a layer spec and a padded vocabulary
     megatron: TransformerConfig's settings beyond those that follow from the shape; `activation_func` by its name
-    engine: changes to the vLLM table that `engine.py` derives from `table`
-    random_config: its own keys in the config.json of a small random model, given the common ones (`hf_config`) and the
+    engine: changes the vLLM table that `engine.py` derives from `table`
+    random_config: the family's keys in the config.json of a random model, from the common keys (`hf_config`) and the
         number and width of experts
     """
 

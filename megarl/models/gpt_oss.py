@@ -1,12 +1,13 @@
 """gpt-oss in bf16: attention sinks, sliding windows, biases everywhere, a clamped SwiGLU.
 
-A layer's experts are one tensor of the checkpoint, input dim first, with gate and up alternating along the last dim.
+The checkpoint stores a layer's experts in one tensor, input dim first, with gate and up alternating in the last dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megarl.models import blocks
@@ -42,10 +43,7 @@ def read(config: ConfigReader) -> ModelShape:
 
 def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
     hf, hidden, width = HF + "mlp.experts.", shape.hidden, shape.moe_intermediate
-
-    def param(linear: str, kind: str) -> str:
-        return blocks.expert_param(style, linear, kind)
-
+    param = partial(blocks.expert_param, style)
     experts = (
         InterleavedGateUp(hf + "gate_up_proj", param("linear_fc1", "weight"), (hidden, 2 * width)),
         InterleavedGateUp(hf + "gate_up_proj_bias", param("linear_fc1", "bias"), (2 * width,)),
@@ -57,7 +55,7 @@ def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """vLLM names some parameters differently, keeps gate and up alternating, and adds the last bias on one rank."""
+    """Renames some parameters; vLLM stores gate and up alternating, and adds the last bias on one rank."""
 
     def expert(rule: Rule) -> Rule:
         if isinstance(rule, InterleavedGateUp):

@@ -1,6 +1,6 @@
-"""Where the tensors of a Hugging Face folder lie, from its index and the headers of its safetensors files.
+"""Locates the tensors of a Hugging Face folder from its index and the headers of its safetensors files. No torch.
 
-A safetensors file is 8 bytes of header length, a JSON header, and the tensors' bytes end to end. No torch here.
+A safetensors file is 8 bytes of header length, a JSON header, and the tensors' bytes end to end.
 """
 
 from __future__ import annotations
@@ -34,30 +34,29 @@ class HfTensor:
 
 @cache
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Full shape of every tensor of the folder. Raises ValueError as `read_headers` does."""
+    """Returns the full shape of every tensor of the folder. Raises the ValueErrors of `read_headers`."""
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
 def read_headers(folder: Path) -> dict[str, HfTensor]:
-    """Every tensor of the files that the index names, or of all *.safetensors where there is no index.
+    """Returns every tensor of the files that the index lists, or of all *.safetensors if there is no index.
 
-    Raises ValueError naming the file, and the tensor, that is missing, damaged or cut off.
+    Raises ValueError with the file, and the tensor, that is missing, damaged or truncated.
     """
     names: dict[str, str] = {}
-    index = folder / INDEX
-    if index.is_file():
+    if (index := folder / INDEX).is_file():
         try:
             names = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read as an index ({error}); copy the folder again") from None
+            raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
     files = sorted(set(names.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors; name a Hugging Face folder with its weights")
+        raise ValueError(f"{folder} has no *.safetensors; choose a Hugging Face folder with weights")
     tensors: dict[str, HfTensor] = {}
     for file in files:
         if not (folder / file).is_file():
             first = next(name for name, listed in names.items() if listed == file)
-            raise ValueError(f"{folder / file} is missing, which should hold {first}; copy the folder again")
+            raise ValueError(f"{folder / file}, which has {first}, is missing; copy the folder again")
         tensors |= _read_header(folder / file)
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
@@ -70,25 +69,21 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ValueError(f"{file} has {size} bytes and no complete header: it was cut off; copy it again")
+            raise ValueError(f"{file} has {size} bytes and no complete header: it is truncated; copy it again")
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            tensors, sizes = {}, {}
+            tensors, ends = {}, {}
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
                 tensors[name] = HfTensor(file, 8 + length + begin, tuple(entry["shape"]), entry["dtype"])
-                sizes[name] = (end - begin, tensors[name].end - tensors[name].offset)
+                ends[name] = (8 + length + end, tensors[name].end)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error!r}); copy it again") from None
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        stored, expected = sizes[name]
-        if stored != expected:
-            raise ValueError(
-                f"{file}: {name} of shape {tensor.shape} has {stored} bytes, not {expected}; copy it again"
-            )
-        if tensor.end > size:
-            raise ValueError(
-                f"{file} has {size} bytes, {name} ends at {tensor.end}: the file was cut off; copy it again"
-            )
+    for name, (end, expected) in sorted(ends.items(), key=lambda item: item[1]):
+        if end != expected:
+            shape = tensors[name].shape
+            raise ValueError(f"{file}: {name} of shape {shape} ends at {end}, not {expected}; copy it again")
+        if end > size:
+            raise ValueError(f"{file} has {size} bytes, {name} ends at {end}: the file is truncated; copy it again")
     return tensors

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under names of their own."""
+"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under other names."""
 
 from __future__ import annotations
 

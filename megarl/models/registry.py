@@ -1,6 +1,6 @@
-"""The families by `model_type`, and what the rest of megarl asks of a model: its shape, tables and slices.
+"""The families by `model_type`, and the functions that return a model's shape, table and slices.
 
-A family is one file and its line in FAMILIES. One without is read by `bridge.py`.
+A family is one file and its line in FAMILIES; `bridge.py` reads any other.
 """
 
 from __future__ import annotations
@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.layout import Layout
-from megarl.models import (
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from megarl.models import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.bridge import read_untabled
 from megarl.models.config_json import ConfigReader
 from megarl.models.family import Family
@@ -44,34 +35,29 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
 }
-_CORRECTIONS = ("correction_bias", "expert_bias")  # of routers, which Megatron and vLLM keep in fp32
 
 
 def read_model(path: str | Path) -> ModelShape:
-    """Reads `path`/config.json.
-
-    Raises FileNotFoundError or ValueError with the values and the remedy.
-    """
+    """Reads `path`/config.json. Raises FileNotFoundError or ValueError with the values and the remedy."""
     folder = Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"model.path={path} is not a directory; name a folder that holds a Hugging Face model")
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(
-            f"model.path={path} holds no config.json; name a folder that holds a Hugging Face model"
-        )
+        problem = "has no config.json" if folder.is_dir() else "is not a directory"
+        raise FileNotFoundError(f"model.path={path} {problem}; set it to the folder of a Hugging Face model")
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); mend it, or name another model") from None
+        raise ValueError(f"{file} is not JSON ({error}); correct it, or choose another model") from None
     return parse_model(raw, str(file), folder)
 
 
 def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
-    """The shape that a parsed config.json describes; `where` names it in errors. Without its `folder` a family needs
-    a table."""
+    """Returns the shape that a parsed config.json describes; errors call it `where`.
+
+    A family without a table needs the model's `folder`.
+    """
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{where} holds a {type(raw).__name__}, not an object; name a Hugging Face model")
+        raise ValueError(f"{where} contains a {type(raw).__name__}, not an object; choose a Hugging Face model")
     config = ConfigReader(raw, where)
     if config.family in FAMILIES:
         return FAMILIES[config.family].read(config)
@@ -79,26 +65,26 @@ def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
 
 
 def megatron_table(shape: ModelShape, *, style: Style, padded_vocab: int) -> Table:
-    """Raises ValueError for a family that has none."""
+    """Raises ValueError for a family without a table."""
     if shape.bridge is not None:
         raise ValueError(
-            f"{shape.family} has no table: where its weights lie is known only to a run that has built it with "
-            "Megatron-Bridge, so they can be trained and synced, but neither planned nor converted"
+            f"{shape.family} has no table: Megatron-Bridge lays out its weights when a run builds the model, so it can "
+            "be trained and synced, but neither planned nor converted"
         )
     return FAMILIES[shape.family].table(shape, style, padded_vocab)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """Embedding rows over all `tensor` ranks of the trainer: GEMMs like multiples of 8 on each."""
+    """Returns the embedding rows over all `tensor` ranks of the trainer: a multiple of 8 per rank, for GEMMs."""
     multiple = 8 * tensor
     return -(-vocab // multiple) * multiple
 
 
 def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
-    """Names and full shapes of the HF checkpoint's tensors; a tied lm_head is not among them.
+    """Returns the names and full shapes of the HF checkpoint's tensors, without a tied lm_head.
 
-    `mtp`: with the layers of multi-token prediction, which neither the trainer nor the engine builds. Without a table:
-    all tensors in the folder, those layers included.
+    `mtp` adds the layers of multi-token prediction, which neither the trainer nor the engine builds. Without a table,
+    returns all tensors of the folder.
     """
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
@@ -106,9 +92,10 @@ def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, .
 
 
 def fp32_tensors(shape: ModelShape) -> frozenset[str]:
-    """HF tensors that are fp32 on both sides, whatever the training dtype is. Without a table: by their names."""
+    """Returns the HF tensors that Megatron and vLLM both keep in fp32, whatever the training dtype is."""
     if shape.bridge is not None:
-        return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(_CORRECTIONS))
+        biases = ("correction_bias", "expert_bias")  # of routers
+        return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))
     templates = megatron_table(shape, style="local", padded_vocab=shape.vocab).fp32
     layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
     return frozenset(name.format(layer=layer) for name in templates for layer in layers)
@@ -117,7 +104,7 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
 def megatron_slices(
     shape: ModelShape, layout: Layout, *, style: Style, padded_vocab: int, mtp: bool = False
 ) -> list[ShardSlice]:
-    """Where this rank's Megatron parameters have each HF tensor.
+    """Returns where this rank's Megatron parameters have each HF tensor.
 
     `padded_vocab` is the number of embedding rows over all tensor ranks, padding included.
     """

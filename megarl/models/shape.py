@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer, whatever its family."""
+"""The sizes of a decoder-only transformer of any family."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Latent", "ModelShape", "Router"]
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention: queries and key-values go through narrow projections. Names are Hugging Face's."""
+    """Sizes of multi-head latent attention, which projects queries and key-values down first. Hugging Face's names."""
 
     q_lora_rank: int  # 0: queries are projected directly
     kv_lora_rank: int
-    qk_nope_head_dim: int  # of query and key, without positions
-    qk_rope_head_dim: int  # with positions; the key's is shared by all heads
+    qk_nope_head_dim: int  # of query and key, not rotated
+    qk_rope_head_dim: int  # rotated; all heads share the key's
     v_head_dim: int
 
 
@@ -27,7 +27,7 @@ class Router:
 
     score_function: str = "softmax"  # or sigmoid
     norm_topk_prob: bool = True  # the weights of the chosen experts add up to one
-    expert_bias: bool = False  # an fp32 bias per expert, added to the scores for choosing only
+    expert_bias: bool = False  # an fp32 bias per expert, added to the scores only for choosing
     linear_bias: bool = False  # a bias of the router's linear layer
     groups: int = 1  # of experts; a token chooses groups_per_token of them first
     groups_per_token: int = 1
@@ -36,7 +36,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a `config.json` says, as Hugging Face means it. A family without a table has its sizes only."""
+    """The values of a `config.json`, with Hugging Face's meaning; only the sizes for a family without a table."""
 
     family: str  # `model_type`
     layers: int
@@ -55,7 +55,7 @@ class ModelShape:
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # {}, or the keys of llama3's or yarn's scaling
     rotary_fraction: float = 1.0  # of head_dim that is rotated
     out_bias: bool = False  # of o_proj
-    sinks: bool = False  # a learnt logit per head that takes attention away
+    sinks: bool = False  # a learnt logit per head in the softmax of attention
     sliding_window: int = 0  # tokens, of layers 0, 2, 4, ...; 0: none
     latent: Latent | None = None
     experts: int = 0
@@ -64,7 +64,7 @@ class ModelShape:
     shared_intermediate: int = 0  # of all shared experts together
     dense_layers: int = 0  # leading layers without experts
     router: Router = Router()
-    swiglu_limit: float = 0.0  # gpt-oss's clamped SwiGLU; 0: the plain one
+    swiglu_limit: float = 0.0  # of gpt-oss's clamped SwiGLU; 0: not clamped
     mtp_layers: int = 0  # of multi-token prediction, stored after the last layer
     eos: tuple[int, ...] = ()
     bridge: Path | None = None  # folder of a model without a table, which Megatron-Bridge builds and converts

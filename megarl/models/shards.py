@@ -1,12 +1,12 @@
-"""HF <-> Megatron as data: a family is a table of rules, and a rule says where HF tensors lie in a sharded parameter.
+"""HF <-> Megatron as data: a family is a table of rules, and a rule maps HF tensors to a sharded parameter. No torch.
 
     table (one family)  --slices_of(shape, layout)-->  list[ShardSlice]  (one rank)
 
-Import, export, conversion and sync read the same slices: whichever ranks have [start, start + shape) of an HF tensor
-on both sides can copy it, whatever the two layouts are. The engine's tables have vLLM's parameters. No torch here.
+Import, export, conversion and sync read the same slices: any two ranks that have [start, start + shape) of an HF tensor
+can copy it, in any two layouts. The engine's tables have vLLM's parameters.
 
-In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. The name of
-an expert's tensor without `{expert}` is that of all experts, stacked along a first dim.
+In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. A name without
+`{expert}` in an expert's rule is that of a tensor with all experts, stacked along a first dim.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Style = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU), or
 class ShardSlice:
     """[start, start + shape) of HF tensor `name` is `param` viewed with `strides` from `offset` (elements).
 
-    `offset` counts from the parameter's first element, and the parameter is contiguous. A slice with one dim more than
-    its tensor views the tensor's last dim as pairs, [..., n / 2, 2]: gpt-oss alternates gate and up there.
+    The parameter is contiguous. A slice with one dim more than its tensor views the tensor's last dim as pairs,
+    [..., n / 2, 2], where gpt-oss alternates gate and up.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ShardSlice:
 
 
 class Rule(Protocol):
-    """A frozen dataclass: HF tensors in one parameter. `tp` is the axis that splits it (expert_tensor for experts)."""
+    """A frozen dataclass that maps HF tensors to one parameter, which `tp` splits (expert_tensor for experts)."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -74,7 +74,7 @@ class _OneTensor:
         return {self.hf: self.shape}
 
     def _slice(self, dim: int, start: int, count: int) -> ShardSlice:
-        """[start, start + count) of one dim, which is all that the parameter has, in the tensor's order."""
+        """Returns the slice of a parameter that has only [start, start + count) of `dim`, in the tensor's order."""
         shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
         starts = tuple(start if axis == dim else 0 for axis in range(len(shape)))
         return ShardSlice(self.hf, starts, shape, self.param, 0, _strides(shape))
@@ -82,7 +82,7 @@ class _OneTensor:
 
 @dataclass(frozen=True, slots=True)
 class Replicated(_OneTensor):
-    """The same on every rank, or on the first one only (a bias that is added before the ranks' results are summed)."""
+    """The same on every rank, or only on the first (a bias that is added before the sum over ranks)."""
 
     is_first_only: bool = False
 
@@ -100,7 +100,7 @@ class ShardDim0(_OneTensor):
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         per_rank = (self.padded or self.shape[0]) // tp.size
         start = per_rank * tp.rank
-        if (count := min(per_rank, self.shape[0] - start)) > 0:  # or this rank has padding only
+        if (count := min(per_rank, self.shape[0] - start)) > 0:  # not only padding
             yield self._slice(0, start, count)
 
 
@@ -115,7 +115,7 @@ class ShardDim1(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class Transposed(_OneTensor):
-    """[in, out] of HF is [out, in / tp] of the parameter: a row-parallel linear, such as gpt-oss's down projection."""
+    """HF's [in, out] as [out, in / tp] of the parameter: a row-parallel linear, such as gpt-oss's down projection."""
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         count = self.shape[0] // tp.size
@@ -124,8 +124,8 @@ class Transposed(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedGateUp(_OneTensor):
-    """gpt-oss's experts: [in, 2 x out], or [2 x out] of a bias; the last dim alternates gate and up, and is the
-    parameter's rows. Megatron stores all gates, then all ups; vLLM keeps them `alternating`."""
+    """gpt-oss's experts: [in, 2 x out], or [2 x out] of a bias; the last dim, the parameter's rows, alternates gate
+    and up. Megatron stores all gates, then all ups; vLLM stores them `alternating`."""
 
     alternating: bool = False
 
@@ -139,11 +139,11 @@ class InterleavedGateUp(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """HF tensors that differ in rows only, each split along dim 0, with a rank's shards stacked: gate and up in
+    """HF tensors that differ only in rows, each split along dim 0, with a rank's shards stacked: gate and up in
     linear_fc1, or vLLM's qkv_proj.
 
-    max_shards: the most that each tensor is split into, 0: no limit. On an axis with more ranks neighbours have the
-    same shard, as vLLM repeats key-value heads; 1: replicated.
+    max_shards: the maximum number of shards of each tensor; 0: no limit, 1: replicated. If the axis has more ranks,
+    neighbours have the same shard, like vLLM's key-value heads.
     """
 
     hf: tuple[str, ...]
@@ -191,7 +191,7 @@ class Qkv:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One family. `layer` rules repeat per layer, `expert` rules per layer and expert."""
+    """The rules of one family. Those of `layer` repeat per layer, those of `expert` per layer and expert."""
 
     embedding: tuple[Rule, ...]  # first stage
     layer: tuple[Rule, ...]
@@ -200,23 +200,23 @@ class Table:
     dense: tuple[Rule, ...] = ()  # instead of `layer` and `expert`, in leading layers without experts
     tied: tuple[Rule, ...] = ()  # the embedding's copy on a last stage that is not also the first
     mtp: tuple[Rule, ...] = ()  # beside `layer` and `expert`, in each layer of multi-token prediction
-    fp32: frozenset[str] = frozenset()  # HF names that stay fp32, whatever the training dtype is
+    fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rules with the numbers that complete their names."""
+    """Rules with the values that fill in their names."""
 
     rules: tuple[Rule, ...]
-    chunk: str = ""  # begins the parameter's name
+    chunk: str = ""  # prefix of the parameter's name
     layer: int = 0  # global
     local_layer: int = 0
     block: str = MC
-    experts: range | None = None  # global numbers of this rank's, where the rules repeat per expert
+    experts: range | None = None  # global indices of this rank's experts, if the rules repeat per expert
 
 
 def _groups(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool) -> Iterator[_Group]:
-    """The rules for what one rank has, in order."""
+    """Yields the rules for one rank, in the checkpoint's order."""
     per_rank = shape.experts // layout.ep.size
     experts = range(per_rank * layout.ep.rank, per_rank * (layout.ep.rank + 1))
     stages = stage_layers(shape.layers, layout)
@@ -242,27 +242,27 @@ def _groups(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool) -> It
 
 
 def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the HF checkpoint with its full shape, in the checkpoint's order."""
+    """Returns the full shape of every tensor of the HF checkpoint, in the checkpoint's order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for group in _groups(table, shape, Layout.of(Parallel(), 1, 0), mtp=mtp):
         for rule in group.rules:
             for name, size in rule.shapes().items():
                 if group.experts and "{expert}" not in name:
                     size = (shape.experts, *size)
-                for expert in group.experts if group.experts and "{expert}" in name else (0,):
+                for expert in group.experts or (0,):
                     shapes[name.format(layer=group.layer, expert=expert)] = size
     return shapes
 
 
 def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = False) -> list[ShardSlice]:
-    """What one rank has of every HF tensor. With virtual stages, parameter names begin with `chunk1.` and so on."""
+    """Returns one rank's slices of all HF tensors. With virtual stages, parameter names begin with `chunk<n>.`."""
     slices: list[ShardSlice] = []
     for group in _groups(table, shape, layout, mtp=mtp):
         for rule in group.rules:
-            own = list(rule.slices(layout.tp if group.experts is None else layout.etp))
-            numel = sum(part.numel for part in own)
+            parts = list(rule.slices(layout.tp if group.experts is None else layout.etp))
+            numel = sum(part.numel for part in parts)
             for local, expert in enumerate(group.experts or (0,)):
-                for part in own:
+                for part in parts:
                     if group.experts:
                         part = of_expert(part, local, expert, numel)
                     name = part.name.format(layer=group.layer, expert=expert)
@@ -272,15 +272,15 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
 
 
 def of_expert(part: ShardSlice, local: int, expert: int, numel: int) -> ShardSlice:
-    """A rule's slice for one expert: along the first dim where the tensor has all experts, after the elements of the
-    other experts (`numel` each) where the parameter does."""
+    """Returns a rule's slice for one expert: its index in the first dim of a tensor with all experts, and an offset of
+    `local` times `numel`, an expert's elements, in a parameter with all experts."""
     if "{expert}" not in part.name:
         part = replace(part, start=(expert, *part.start), shape=(1, *part.shape), strides=(0, *part.strides))
     return part if "{expert}" in part.param else replace(part, offset=local * numel + part.offset)
 
 
 def as_pairs(part: ShardSlice) -> ShardSlice:
-    """A slice of whole pairs in its last dim, viewed as [..., n / 2, 2]."""
+    """Returns the slice with its last dim viewed as pairs, [..., n / 2, 2]."""
     assert part.start[-1] % 2 == part.shape[-1] % 2 == 0, f"{part} splits a pair"
     return replace(
         part,

@@ -1,8 +1,8 @@
-"""What a plan costs on given links, from the messages that are executed: bytes, messages, memory, time and its floor.
+"""Computes the cost of a plan on given links: bytes, messages, memory, time, and a lower bound of the time.
 
     Plan x Fleet x Links --price_plan--> Cost
 
-Time is that of the wire: rounds one after another, each as long as its busiest link, and a fixed time a message.
+Rounds run one after another, each as long as its busiest link, with a fixed time per message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.weights.senders import Ints
 
 __all__ = ["LINKS", "Cost", "Links", "price_plan"]
 
-MESSAGE_S = 1e-5  # of a point-to-point message; assumed, as small NCCL messages take about that
+MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a small NCCL message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,22 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one sync. Arrays are over ranks."""
+    """The cost of one sync. Arrays are over ranks; messages are those between ranks."""
 
     bytes_out: Ints
     bytes_in: Ints
-    num_messages: int  # between ranks
+    num_messages: int
     num_rounds: int
     bytes_kept: int
-    bytes_received: int  # without what a rank already holds
-    bytes_relayed: int  # of these, passed on within a node
+    bytes_received: int  # without local copies
+    bytes_relayed: int  # part of bytes_received, relayed within nodes
     predicted_seconds: float
-    transfer_seconds: float  # the same without the time per message
+    transfer_seconds: float  # predicted_seconds without the time per message
     floor_seconds: float
     busiest_link_over_mean: float
     largest_message_bytes: int
-    peak_extra_bytes: int  # messages in flight and open layers
-    staged_bytes: int  # in addition where sync.atomic, on the device or the host: all that a rank receives
+    peak_extra_bytes: int  # messages in flight and open layers, on one rank
+    staged_bytes: int  # in addition with sync.atomic, on the device or the host: all that a rank receives
 
 
 def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
@@ -63,7 +63,7 @@ def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     is_near = ends[0] // node == ends[1] // node
 
     def per_rank(rank: Ints, weights: Ints | None) -> Ints:
-        """[rounds, world]"""
+        """Sums `weights` to [rounds, world]."""
         counts = np.bincount(number * world + rank, weights=weights, minlength=rounds * world)
         return counts.astype(np.int64).reshape(rounds, world)
 
@@ -94,7 +94,7 @@ def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
 
 
 def _floor(far: Ints, received: Ints, fleet: Fleet, links: Links) -> float:
-    """Seconds no plan can beat. `far` [world]: bytes over the network, which are what each node lacks, once."""
+    """Lower bound of the time in seconds. `far` [world]: bytes received over the network, each once per node."""
     nodes = np.arange(fleet.world) // fleet.ranks_per_node
     lacking = np.bincount(nodes, weights=far)
     into_nodes = lacking / np.bincount(nodes) / links.network
@@ -107,8 +107,10 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _open_bytes(plan: Plan, world: int) -> int:
-    """The most that tensors, and all experts of a layer as one, take between the first round that writes to them and
-    the last, on one rank."""
+    """Peak bytes on one rank of open tensors: from the first round that writes to a tensor to the last.
+
+    All experts of a layer count as one tensor.
+    """
     rows = plan.rows
     units = np.array([group.unit for group in plan.placement.groups])
     unit = np.where(rows.expert < 0, units[rows.group], -1) + 1

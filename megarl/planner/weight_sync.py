@@ -1,9 +1,9 @@
-"""`megarl plan CONFIG --weights`: from a config to the figures of its weight sync, as plain data and as a table.
+"""`megarl plan CONFIG --weights`: from a config to the figures of its weight sync.
 
-    Config --plan_weights--> Plan, {seconds, bytes, messages, ...} --describe_weights--> rich table
+    Config --plan_weights--> Plan, {seconds, bytes, messages, ...} --describe_weights--> text
 
-`launch.topology: split` gives the engines ranks of their own: `launch.processes` are then the trainer's, and
-`rollout.replicas` says how many engines there are. Colocated engines share the trainer's ranks.
+With `launch.topology: split` the engines have separate ranks: `launch.processes` counts the trainer's ranks and
+`rollout.replicas` the engines. Colocated engines share the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from megarl.config.schema import Config
 from megarl.config.sizes import check_model
@@ -37,9 +34,9 @@ RANKS_PER_NODE = 8
 
 
 def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, Any]]:
-    """The plan, and the figures of ARCHITECTURE section 7 and more, ready for JSON.
+    """The plan, and its figures as JSON values: sizes in bytes, times in seconds.
 
-    Raises ValueError or FileNotFoundError with one line for the user.
+    Raises ValueError or FileNotFoundError with a one-line message.
     """
     start = time.perf_counter()
     shape = model_shape(config)
@@ -47,10 +44,11 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     fleet = fleet_of(config)
     plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
-    cost = price_plan(plan, fleet, LINKS[gpu])
+    cost, fp32 = price_plan(plan, fleet, LINKS[gpu]), fp32_tensors(shape)
+    sizes = (prod(size) * (4 if name in fp32 else plan.itemsize) for name, size in hf_shapes(shape).items())
     return plan, {
         "model": shape.family,
-        "model_bytes": _model_bytes(shape, plan.itemsize),
+        "model_bytes": sum(sizes),
         "gpu": gpu,
         "topology": config.launch.topology,
         "trainer": {"gpus": fleet.trainers, "layout": str(fleet.trainer_layout(0))},
@@ -66,7 +64,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
 
 
 def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, style: Style = "te") -> Plan:
-    """The plan that a run with this config executes; `style` is the layer spec of its modules."""
+    """The plan that a run with this config executes; `style` is the layer spec of Megatron's modules."""
     return plan_transfers(
         shape,
         fleet,
@@ -78,8 +76,10 @@ def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, style: Style = "
 
 
 def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:
-    """`ranks_per_node` where `launch.processes_per_node` is null. Raises ValueError when the ranks do not hold the
-    layouts."""
+    """The ranks of trainer and engines; `ranks_per_node` applies where `launch.processes_per_node` is null.
+
+    Raises ValueError if the number of ranks does not fit the layouts.
+    """
     rollout, launch, sizes = config.rollout, config.launch, config.parallel.sizes
     is_split, replica = launch.topology == "split", max(rollout.tensor, rollout.expert)
     trainers = launch.processes or smallest_world(sizes, 1 if is_split else replica)
@@ -97,25 +97,20 @@ def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:
         ranks_per_node=launch.processes_per_node or ranks_per_node,
         is_split=is_split,
     )
-    fleet.trainer_layout(0)  # refuses a world that does not hold the layout
+    fleet.trainer_layout(0)  # raises ValueError if the world does not fit the layout
     return fleet
 
 
 def write_messages(plan: Plan, file: Path) -> None:
-    """Every message between two ranks as it is executed: [round, sender, receiver, bytes], a JSON array per line."""
+    """Writes every message between two ranks as a JSON array per line: [round, sender, receiver, bytes]."""
     columns = (plan.message_round, plan.message_sender, plan.message_receiver, plan.message_bytes)
     with file.open("w", encoding="utf-8") as lines:
         for message in np.stack(columns, axis=1)[plan.message_sender != plan.message_receiver].tolist():
             lines.write(json.dumps(message) + "\n")
 
 
-def _model_bytes(shape: ModelShape, itemsize: int) -> int:
-    wide = fp32_tensors(shape)
-    return sum(prod(size) * (4 if name in wide else itemsize) for name, size in hf_shapes(shape).items())
-
-
 def _by_rank(plan: Plan, fleet: Fleet, cost: Cost) -> dict[str, Any]:
-    """Bytes out and in of every rank, and what flows from each stage to each replica, what ranks hold included."""
+    """Bytes that each rank sends and receives, and bytes from each stage to each replica, local copies included."""
     stages = np.array([fleet.trainer_layout(rank).pp.rank for rank in range(fleet.trainers)])
     rows, direct = plan.rows, plan.rows.via < 0
     origin = stages[np.where(direct, rows.sender, rows.via)]
@@ -130,41 +125,18 @@ def _by_rank(plan: Plan, fleet: Fleet, cost: Cost) -> dict[str, Any]:
     }
 
 
-def describe_weights(figures: Mapping[str, Any]) -> Group:
-    """For the terminal."""
+def describe_weights(figures: Mapping[str, Any]) -> str:
+    """The figures as text for the terminal."""
     trainer, engine = figures["trainer"], figures["engine"]
+    gb = {name: value / 1e9 for name, value in figures.items() if isinstance(value, int)}
     where = "on GPUs of their own" if figures["topology"] == "split" else "on the same GPUs"
     expert = f" ep{engine['expert']}" if engine["expert"] > 1 else ""
-    head = (
-        f"{figures['model']}, {figures['model_bytes'] / 1e9:,.0f} GB: Megatron {trainer['layout']} on "
-        f"{trainer['gpus']} GPUs -> vLLM {engine['replicas']} x tp{engine['tensor']}{expert} {where}; "
-        f"{figures['gpu'].upper()} nodes of {figures['ranks_per_node']}, 400G InfiniBand"
-    )
-    by_rank = Table(box=None, header_style="bold")
-    for name in ("GB per rank", "ranks", "min", "mean", "max"):
-        by_rank.add_column(name, justify="left" if name == "GB per rank" else "right")
-    stages, out = np.array(figures["stage_of_rank"]), np.array(figures["bytes_out_of_trainer_rank"]) / 1e9
-    rows = [(f"out, stage {stage}", out[stages == stage]) for stage in range(int(stages.max()) + 1)]
-    for name, values in (*rows, ("in, engine rank", np.array(figures["bytes_in_of_engine_rank"]) / 1e9)):
-        by_rank.add_row(name, str(len(values)), *(f"{x:,.3f}" for x in (values.min(), values.mean(), values.max())))
-    totals = Table(box=None, show_header=False)
-    for name, text in _totals(figures).items():
-        totals.add_row(name, text)
-    return Group(Text(head), by_rank, totals)
-
-
-def _totals(figures: Mapping[str, Any]) -> dict[str, str]:
-    gb = {
-        name: value / 1e9
-        for name, value in figures.items()
-        if name.endswith("_bytes") or (name.startswith("bytes_") and isinstance(value, int))
-    }
-    seconds, floor, ratio = (figures[name] for name in ("predicted_seconds", "floor_seconds", "predicted_over_floor"))
+    floor = f"{figures['predicted_over_floor']:.2f}x the floor of {figures['floor_seconds']:.3f} s"
     memory = f"{gb['peak_extra_bytes']:.2f} GB (largest message {gb['largest_message_bytes']:.2f})"
     if figures["staged_bytes"]:
         memory += f"; and {gb['staged_bytes']:.2f} GB staged, on device or host"
-    return {
-        "time on the wire": f"{seconds:.3f} s, {ratio:.2f}x the floor of {floor:.3f} s",
+    lines = {
+        "time on the wire": f"{figures['predicted_seconds']:.3f} s, {floor}",
         "busiest link": f"{figures['busiest_link_over_mean']:.3f}x the mean",
         "messages": f"{figures['num_messages']:,} in {figures['num_rounds']} rounds",
         "kept, received": f"{gb['bytes_kept']:,.1f} GB, {gb['bytes_received']:,.1f} GB",
@@ -172,3 +144,14 @@ def _totals(figures: Mapping[str, Any]) -> dict[str, str]:
         "peak extra memory": memory,
         "planned in": f"{figures['plan_seconds']:.1f} s",
     }
+    stages, sent = np.array(figures["stage_of_rank"]), np.array(figures["bytes_out_of_trainer_rank"])
+    by_rank = {f"out, stage {stage}": sent[stages == stage] for stage in np.unique(stages)}
+    for name, sizes in (by_rank | {"in, engine rank": np.array(figures["bytes_in_of_engine_rank"])}).items():
+        low, mean, high = (f"{size / 1e9:,.3f}" for size in (sizes.min(), sizes.mean(), sizes.max()))
+        lines[name] = f"{low} to {high} GB on each of {len(sizes)} ranks, mean {mean}"
+    head = (
+        f"{figures['model']}, {gb['model_bytes']:,.0f} GB: Megatron {trainer['layout']} on {trainer['gpus']} GPUs -> "
+        f"vLLM {engine['replicas']} x tp{engine['tensor']}{expert} {where}; {figures['gpu'].upper()} nodes of "
+        f"{figures['ranks_per_node']}, 400G InfiniBand"
+    )
+    return "\n".join([head, *(f" {name:22}  {text}" for name, text in lines.items())])

@@ -13,85 +13,55 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.schema import Config, Rollout
-from megarl.platform.device import DTYPES
+from megarl.config.schema import Rollout
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
-from megarl.roles import Request
-from megarl.types import CheckFailed, Finish, Sample
+from megarl.types import CheckFailed, Finish, Request, Sample
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from megarl.rollout.weight_loader import LayerReceiver
 
-__all__ = ["Engine", "EngineSpec"]
+__all__ = ["Engine"]
 
-DEFAULT = Rollout()
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Settings of an engine; `folder` has the model's config.json, and its weights are not read."""
-
-    folder: str
-    stop_token_ids: tuple[int, ...]
-    max_tokens: int  # of a response
-    max_model_len: int
-    dtype: torch.dtype
-    tensor: int = 1
-    gpu_memory_utilization: float = DEFAULT.gpu_memory_utilization
-    cpu_kv_cache_gb: float = DEFAULT.cpu_kv_cache_gb
-    enforce_eager: bool | None = DEFAULT.enforce_eager
-    sleep: int = DEFAULT.sleep_level
-
-    @classmethod
-    def of(cls, config: Config, *, folder: str, stop_token_ids: Sequence[int]) -> EngineSpec:
-        rollout = config.rollout
-        return cls(
-            folder=folder,
-            stop_token_ids=tuple(stop_token_ids),
-            max_tokens=rollout.max_tokens,
-            max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
-            dtype=DTYPES[config.train.dtype],
-            tensor=rollout.tensor,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,
-            enforce_eager=rollout.enforce_eager,
-            sleep=rollout.sleep_level,
-        )
 
 
 class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
-    def __init__(self, llm: LLM, spec: EngineSpec, receiver: LayerReceiver, eager: bool) -> None:
+    def __init__(
+        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool
+    ) -> None:
         self.receiver = receiver
-        self._llm = llm
-        self._spec = spec
-        self._eager = eager
-        self._asleep: list[str] = []  # parts that are off the device
+        self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
+        self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
+        self._asleep: list[str] = []  # the parts off the device
 
     @classmethod
     def start(
         cls,
-        spec: EngineSpec,
+        folder: Path,
+        rollout: Rollout,
         env: Env,
         *,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype,
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
     ) -> Engine:
-        """Start vLLM with dummy weights.
+        """Starts vLLM with dummy weights.
 
-        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16.
+        `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
+        (models.registry.hf_shapes), `fp32` those that are never bf16.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -103,7 +73,7 @@ class Engine:
         from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
-        eager = on_cpu if spec.enforce_eager is None else spec.enforce_eager
+        eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
         if env.local_rank == 0:
             unlink_dead()
             unlink_shm(prefix)
@@ -111,17 +81,17 @@ class Engine:
         with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             llm = LLM(
-                spec.folder,
+                str(folder),
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                dtype=str(spec.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-                tensor_parallel_size=spec.tensor,
+                dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                tensor_parallel_size=rollout.tensor,
                 distributed_executor_backend="external_launcher",
-                max_model_len=spec.max_model_len,
-                gpu_memory_utilization=spec.gpu_memory_utilization,
-                kv_cache_memory_bytes=int(spec.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+                max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
                 enforce_eager=eager,
-                enable_sleep_mode=bool(spec.sleep) and not on_cpu,
+                enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sampling parameters come from requests only
             )
@@ -132,12 +102,12 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, spec.dtype)
-        receiver = LayerReceiver(model, trace, spec.dtype, llm.reset_prefix_cache, fp32)
-        return cls(llm, spec, receiver, eager)
+        trace = trace_loader(model, shapes, dtype)
+        receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
+        return cls(llm, rollout, stop_token_ids, receiver, eager)
 
     def close(self) -> None:
-        """Free memory and process groups, so that another engine can start in this process."""
+        """Frees memory and process groups, so that another engine can start in this process."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         self.receiver.abort()
@@ -145,34 +115,25 @@ class Engine:
         destroy_model_parallel()
 
     def sleep(self) -> None:
-        """Free the cache, and move the weights to the host (level 1) or free them (2) until the next sync.
+        """Frees the cache, and moves the weights to the host (level 1) or frees them (level 2) until the next sync.
 
         Does nothing on a CPU.
         """
-        if self._spec.sleep and torch.cuda.is_available() and not self._asleep:
-            if self._spec.sleep == 2:
+        level = self._rollout.sleep_level
+        if level and torch.cuda.is_available() and not self._asleep:
+            if level == 2:
                 self.receiver.abort()  # without weights there is no version to serve if the sync fails
-            self._llm.sleep(level=self._spec.sleep)
+            self._llm.sleep(level=level)
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, part: str) -> None:
-        """Restore the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
+        """Restores the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
         if part in self._asleep:
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
 
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and its response together."""
-        return self._spec.max_model_len
-
-    @property
-    def version(self) -> int | None:
-        """Of the weights; None before the first successful sync."""
-        return self.receiver.version
-
     def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
-        """One sample per request, in the same order.
+        """Returns one sample per request, in the same order.
 
         Raises CheckFailed if the engine sleeps or has no weights of `version`, ValueError if a prompt is too long.
         """
@@ -185,7 +146,7 @@ class Engine:
             )
         from vllm import SamplingParams
 
-        limit = self._spec.max_model_len - 1
+        limit = self.max_model_len - 1
         for request in requests:
             if not 0 < len(request.prompt.tokens) <= limit:
                 raise ValueError(
@@ -196,9 +157,9 @@ class Engine:
             SamplingParams(
                 temperature=request.temperature,
                 seed=request.seed,
-                max_tokens=min(self._spec.max_tokens, self._spec.max_model_len - len(request.prompt.tokens)),
-                stop_token_ids=list(self._spec.stop_token_ids),
-                logprobs=0,  # only of the sampled token
+                max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
+                stop_token_ids=self._stop_token_ids,
+                logprobs=0,  # the sampled token only
                 detokenize=False,
             )
             for request in requests
@@ -247,7 +208,7 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
 
 
 def _prepare(env: Env) -> str:
-    """Set the environment that vLLM reads; returns the job's prefix for shared memory."""
+    """Sets the environment that vLLM reads; returns the job's prefix for shared memory."""
     if "vllm" not in sys.modules:
         set_env(
             VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs in this process

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.layout import Axis
-from megarl.roles import Request, Rewards, Sampler
+from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import CheckFailed, Sample
+from megarl.types import CheckFailed, Request, Sample
 
 __all__ = ["Exchange", "pack", "unpack"]
 
@@ -30,53 +30,47 @@ COLUMNS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable"
 LENGTH_BYTES = 8  # of the header's length
 
 
+@dataclass(frozen=True)
 class Exchange:
     """Called as `generate(requests, version)` by the schedule, on every rank with the same requests."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        rewards: Rewards,
-        *,
-        replica: Axis,  # this rank's replica among all replicas
-        member: Axis,  # this rank among those of its replica; the first one scores
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        span: Callable[[str], AbstractContextManager[None]] = nullcontext,  # times "reward"
-    ) -> None:
-        self._sampler = sampler
-        self._rewards = rewards
-        self._replica = replica
-        self._member = member
-        self._device = device
-        self._group = group
-        self._span = span
+    sampler: Sampler
+    rewards: Rewards
+    replica: Axis  # this rank's replica among all replicas
+    member: Axis  # this rank among those of its replica; the first one scores
+    device: torch.device
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # times "reward"
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
-        """Samples of all requests, scored, sorted by (prompt, index).
+        """Returns the scored samples of all requests, sorted by (prompt, index).
 
-        If a rank fails, raises on every rank: CheckFailed if it raised that, RuntimeError for any other exception.
+        If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
+        Raises CheckFailed if the ranks of a replica sample different tokens.
         """
-        parts = self._all_gather(self._sample(requests[self._replica.rank :: self._replica.size], version))
+        parts = self._all_gather(self._sample(requests[self.replica.rank :: self.replica.size], version))
         headers = [_header(part)[0] for part in parts]
         failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
         if failures:
             is_refused, rank = min(failures)  # a bug before a refusal, which may be its consequence
             message = f"rank {rank} could not sample: {headers[rank]['error']}"
             raise CheckFailed(message) if is_refused else RuntimeError(message)
-        self._check_replicas([header["digest"] for header in headers])
+        digests = [header["digest"] for header in headers]
+        for first in range(0, len(digests), self.member.size):
+            if len(set(digests[first : first + self.member.size])) > 1:
+                ranks = f"{first}..{first + self.member.size - 1}"
+                raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
         samples = [sample for part in parts for sample in unpack(part)]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
 
     def _sample(self, requests: Sequence[Request], version: int) -> Tensor:
         """This rank's contribution: the scored samples of its replica, or an error."""
         try:
-            samples = self._sampler.sample(requests, version=version)
+            samples = self.sampler.sample(requests, version=version)
             digest = digest_samples(samples)
-            if not self._member.first:
+            if not self.member.first:
                 return pack([], digest)
-            with self._span("reward"):
-                samples = self._rewards.score([request.prompt for request in requests], samples)
+            with self.span("reward"):
+                samples = self.rewards.score([request.prompt for request in requests], samples)
             return pack(samples, digest)
         except CheckFailed as error:
             return _part({"error": str(error), "refused": True})
@@ -85,27 +79,19 @@ class Exchange:
 
     def _all_gather(self, part: Tensor) -> list[Tensor]:
         """The parts of all ranks, padded to the longest while they travel."""
-        if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world == 1:
             return [part]
-        world = dist.get_world_size(self._group)
-        size = torch.tensor([part.numel()], device=self._device)
-        sizes = torch.empty(world, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(sizes, size, group=self._group)
+        size = torch.tensor([part.numel()], device=self.device)
+        sizes = torch.empty(world, dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(sizes, size)
         longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        padded[: part.numel()] = part.to(self._device)
-        gathered = torch.empty(world * longest, dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: part.numel()] = part.to(self.device)
+        gathered = torch.empty(world * longest, dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(gathered, padded)
         rows = gathered.cpu().view(world, longest)
         return [row[:length].clone() for row, length in zip(rows, sizes.tolist(), strict=True)]
-
-    def _check_replicas(self, digests: Sequence[str]) -> None:
-        """The tensor-parallel ranks of a replica must have sampled the same tokens."""
-        size = self._member.size
-        for first in range(0, len(digests), size):
-            if len(set(digests[first : first + size])) > 1:
-                ranks = f"{first}..{first + size - 1}"
-                raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
 
 
 def pack(samples: Sequence[Sample], digest: str) -> Tensor:

@@ -1,10 +1,10 @@
-"""Where the engine keeps each HF tensor, read off its own loaders: they run once, on meta, and every copy is traced.
+"""Traces where the engine keeps each HF tensor: its weight loaders run once, on meta tensors, and copies are recorded.
 
     model on meta + names and shapes of the checkpoint  --load_weights under a tracer-->  slices, fills, aliases
 
-Views of one tensor share a storage, so the offset, size and stride of a `copy_` give which rectangle of which HF tensor
-goes to which elements of which parameter. Nothing is allocated or copied, and a loader that computes (scales, casts)
-instead of copying is refused by name. Uses vLLM's private reload machinery (vLLM 0.32), as only weight_loader.py does.
+Views of one tensor share a storage, so the offset, size and stride of a `copy_` show which rectangle of which HF tensor
+goes to which elements of which parameter. Nothing is allocated or copied. A loader that computes (scales, casts)
+instead of copying is an error. Only this file and weight_loader.py use vLLM's private reload machinery (vLLM 0.32).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Fill", "LoaderTrace", "module_of", "put_on_meta", "restore_kernel_te
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Elements that no HF tensor reaches (vocabulary padding) and that the loader sets to `value`."""
+    """Elements without an HF tensor (vocabulary padding) that the loader sets to `value`."""
 
     where: View
     shape: tuple[int, ...]
@@ -42,16 +42,19 @@ class Fill:
 class LoaderTrace:
     slices: tuple[ShardSlice, ...]  # in the order of the model's parameters
     fills: tuple[Fill, ...]
-    aliases: Mapping[str, tuple[str, ...]]  # module -> those that share its parameter and are never loaded: tied heads
+    aliases: Mapping[str, tuple[str, ...]]  # module -> modules that share its parameter but are not loaded: tied heads
 
 
 @torch.no_grad()
 def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoaderTrace:
-    """`shapes`: every tensor of the checkpoint. The model is left as it was.
+    """Runs the loaders of `model` with every tensor of the checkpoint in `shapes`; restores the model.
 
-    Raises CheckFailed when a parameter is not covered by exact rectangles of HF tensors.
+    Raises CheckFailed if a parameter is not covered by exact rectangles of HF tensors.
     """
-    groups = _shared_parameters(model)
+    modules_by_parameter: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            modules_by_parameter[id(parameter)].append(name)
     layers = list(model.modules())
     assert not any(layerwise.get_layerwise_info(layer).can_load() for layer in layers), "a reload is under way"
     for layer in layers:
@@ -68,8 +71,11 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
     order = {name: position for position, name in enumerate(numels)}
     slices = tuple(sorted(tracer.slices, key=lambda part: (order[part.param], part.offset)))
     loaded = {module_of(part.param) for part in slices}
-    owners = [([name for name in names if name in loaded], names) for names in groups]
-    aliases = {own[0]: tuple(name for name in names if name != own[0]) for own, names in owners if len(own) == 1}
+    aliases = {}
+    for names in modules_by_parameter.values():
+        owners = [name for name in names if name in loaded]
+        if len(owners) == 1 < len(names):
+            aliases[owners[0]] = tuple(name for name in names if name != owners[0])
     _refuse_uncovered(numels, slices, tracer.fills, {name for names in aliases.values() for name in names})
     return LoaderTrace(slices, tuple(tracer.fills), aliases)
 
@@ -78,18 +84,8 @@ def module_of(param: str) -> str:
     return param.rpartition(".")[0]
 
 
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Modules that hold one and the same parameter, by groups."""
-    groups: dict[int, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                groups[id(parameter)].append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
 def put_on_meta(layer: nn.Module) -> None:
-    """Into checkpoint form, without memory."""
+    """Puts a layer into checkpoint form, on the meta device."""
     info = layerwise.get_layerwise_info(layer)
     info.kernel_tensors = get_layer_params_buffers(layer)
     info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
@@ -97,21 +93,21 @@ def put_on_meta(layer: nn.Module) -> None:
 
 
 def restore_kernel_tensors(layer: nn.Module) -> None:
-    """Back from checkpoint form, as it was."""
+    """Undoes `put_on_meta`."""
     info = layerwise.get_layerwise_info(layer)
     layerwise._place_kernel_tensors(layer, info)
     info.reset()
 
 
 class _Tracer(TorchDispatchMode):
-    """Records copies and fills into parameters instead of doing them."""
+    """Records copies and fills into parameters instead of executing them."""
 
     def __init__(self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.slices: list[ShardSlice] = []
         self.fills: list[Fill] = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
-        self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> a clone, the part of a source that it copies
+        self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
         self._zeroed: set[int] = set()  # storages of sources that the loader sets to zero before it copies them
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
 
@@ -129,7 +125,7 @@ class _Tracer(TorchDispatchMode):
             _, whole = self._sources.get(_storage(target), ("", None))
             if name != "zero_" or whole is None or target.shape != whole.shape:
                 raise self._computed(name, target)
-            self._zeroed.add(_storage(target))  # by ranks that must not add it
+            self._zeroed.add(_storage(target))  # on ranks that must not add it
             return target
         result = func(*args, **(kwargs or {}))
         if name == "clone" and target is not None and _storage(target) in self._sources:
@@ -154,7 +150,7 @@ class _Tracer(TorchDispatchMode):
         param, whole = self._parameters[_storage(target)]
         clone, part = self._clones.get(_storage(value), (None, value))
         if clone is not None and value.shape == clone.shape and value.stride() == clone.stride():
-            value = part  # for example transposed and made contiguous
+            value = part  # for example a transposed tensor made contiguous
         if _storage(value) in self._zeroed:
             self._fill(target, 0.0)
             return

@@ -3,7 +3,7 @@
 segment_names (vLLM 0.32, CPU only): under the external launcher the name of CPU shared memory derives from "env://", so
 every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*. Two jobs at once read each other's activations, and a crashed one
 blocks the next. The patch adds the job's prefix. Delete it when vLLM derives the name from the job;
-tests/dist/test_rollout_jobs.py then finds no prefixed name.
+tests/dist/test_launch.py runs two jobs side by side.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Changes to a sample's reward before any statistics: truncated responses and overlong shaping.
 
-    scored sample --> replace the reward of a truncated one --> subtract the overlong penalty --> shaped sample
+    scored sample --> replace the reward if truncated --> subtract the overlong penalty --> shaped sample
 
-Filtering, baselines and metrics use the shaped reward. Clipping and normalisation follow in
-`megarl.algorithms.objective`.
+Filtering, baselines and metrics use the shaped reward; `megarl.algorithms.objective` clips and normalises it.
 """
 
 from __future__ import annotations

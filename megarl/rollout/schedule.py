@@ -1,9 +1,9 @@
-"""Which requests to sample, and which samples form groups. Pure: `generate` samples and scores.
+"""Decides which requests to sample, and which samples form groups.
 
     prompts --requests--> generate --scored samples--> shape --> groups --keep--> Rollout
        ^------------------------- refill, for groups that are not kept -----'
 
-Every rank runs this with the same inputs and returns the same groups.
+`generate` samples and scores. Every rank runs this with the same inputs and returns the same groups.
 """
 
 from __future__ import annotations
@@ -16,22 +16,12 @@ from dataclasses import dataclass
 from megarl.config.schema import Algorithm
 from megarl.data.tasks import hash31
 from megarl.roles import Prompts
-from megarl.types import CheckFailed, Group, Prompt, Rollout, Sample
+from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample
 
-__all__ = ["Request", "Rollouts", "digest", "digest_samples", "has_spread", "request_seed"]
+__all__ = ["Rollouts", "digest_samples", "has_spread", "request_seed"]
 
 MAX_EMPTY_STEPS = 3  # in a row
 Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A sample to draw: number `index` of the prompt's samples, with its own random seed."""
-
-    prompt: Prompt
-    index: int
-    seed: int
-    temperature: float
 
 
 def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
@@ -40,15 +30,10 @@ def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
 
 
 def has_spread(group: Group, *, mask_truncated: bool = False) -> bool:
-    """Whether rewards differ within the group, as outcomes or as steps; otherwise its advantages are zero."""
+    """Whether outcome or step rewards differ within the group; otherwise its advantages are zero."""
     samples = [s for s in group.samples if not (mask_truncated and s.finish == "length")]
     steps = {reward for sample in samples for _, reward in sample.step_rewards}
     return len({sample.reward for sample in samples}) > 1 or len(steps) > 1
-
-
-def digest(groups: Sequence[Group]) -> str:
-    """`digest_samples` of all groups."""
-    return digest_samples(sample for group in groups for sample in group.samples)
 
 
 def digest_samples(samples: Iterable[Sample]) -> str:
@@ -71,14 +56,14 @@ class Rollouts:
     max_refills: int = Algorithm().max_refills  # rounds of fresh prompts per step
     shape: Callable[[Sample], Sample] | None = None  # changes rewards (reward_shaping.py)
     greedy_baseline: bool = False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
-    empty_steps: int | None = None  # up to now, in a row; None: no step had a group yet
+    empty_steps: int | None = None  # number of empty steps in a row; None: no step had a group yet
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
         """`count` groups, or fewer after `max_refills`; each has at least one scored sample.
 
-        `Rollout.counts` counts samples and groups that were dropped, and scored samples with a remark, by cause.
-        Without any group the step is empty: it changes nothing. Raises ValueError if no step has had a group yet,
-        CheckFailed after MAX_EMPTY_STEPS empty steps in a row.
+        `Rollout.counts` counts dropped samples and groups, and scored samples with a remark, by cause. A step without
+        groups is empty and changes nothing. Raises ValueError if no step has had a group yet, CheckFailed after
+        MAX_EMPTY_STEPS empty steps in a row.
         """
         counts: Counter[str] = Counter()
         generated: list[Group] = []
@@ -97,7 +82,8 @@ class Rollouts:
             counts["groups/kept_flat"] = len(kept)
         counts["groups/filtered"] = len(flat)
         self._count_empty(version, (1 + self.max_refills) * count, counts, is_empty=not kept)
-        return Rollout(tuple(kept), tuple(generated), counts, digest(kept))
+        digest = digest_samples(sample for group in kept for sample in group.samples)
+        return Rollout(tuple(kept), tuple(generated), counts, digest)
 
     def _count_empty(self, version: int, num_groups: int, counts: Counter[str], *, is_empty: bool) -> None:
         if not is_empty:
@@ -112,7 +98,7 @@ class Rollouts:
             raise CheckFailed(f"{message}; this is empty step {self.empty_steps} in a row")
 
     def _groups(self, prompts: Sequence[Prompt], version: int, counts: Counter[str]) -> list[Group]:
-        """Sample every prompt; drop samples without a reward, and groups without samples or baseline."""
+        """Samples every prompt; drops samples without a reward, and groups without samples or baseline."""
         indices = [(index, self.temperature) for index in range(self.samples_per_prompt)]
         if self.greedy_baseline:
             indices.append((self.samples_per_prompt, 0.0))
@@ -125,13 +111,16 @@ class Rollouts:
         for sample in self.generate(requests, version=version):
             by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
         groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
+        usable = []
         for group in groups:
             counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
             counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
-            no_baseline = self.greedy_baseline and group.baseline is None
-            counts["groups/no_baseline"] += no_baseline
+            lacks_baseline = self.greedy_baseline and group.baseline is None
+            counts["groups/no_baseline"] += lacks_baseline
             counts["groups/empty"] += not group.samples
-        return [g for g in groups if g.samples and not (self.greedy_baseline and g.baseline is None)]
+            if group.samples and not lacks_baseline:
+                usable.append(group)
+        return usable
 
     def _group(self, prompt: Prompt, samples: Sequence[Sample]) -> Group:
         """The scored samples by index, and the greedy sample's reward."""

@@ -1,12 +1,12 @@
-"""Writes weights into a live engine, layer by layer: at most a layer or two exist twice, and kernels keep addresses.
+"""Writes weights into a live engine, layer by layer: one or two layers exist twice, and addresses stay the same.
 
     empty --begin--> writing --seal--> sealed --finish(version)--> ready --begin--> ...
       ^-------------------- abort, from any state --------------------'
 
 A layer is opened when its first transfer arrives (in checkpoint form, this rank's shard) and closed when its last
-element is written: it is processed as after loading, then copied into the tensors that kernels know. Only a ready
-engine is given prompts. vLLM 0.32's own reload has two faults that show in log-probs only: a tied head keeps the pack
-of its old weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
+element is written: it is processed as after loading, then copied into the tensors that kernels use. Only a ready engine
+accepts prompts. vLLM 0.32's reload has two faults that show in log-probs only: a tied head keeps the pack of its old
+weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PROCESSED = "_already_called_process_weights_after_loading"
 
 
 class LayerReceiver:
-    """publish.WeightReceiver. `reset_cache` drops what the engine cached under old weights.
+    """publish.WeightReceiver. `reset_cache` drops the engine's prefix cache of old weights.
 
-    `fp32`: HF tensors that move as fp32 whatever `dtype` is, as 16-bit elements where that is a 16-bit type.
+    `fp32`: HF tensors that stay fp32; they move as twice as many elements if `dtype` is a 16-bit type.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class LayerReceiver:
         self._dtype = dtype
         self._fp32 = fp32
         self._reset_cache = reset_cache
-        self._sums: list[Tensor] = []  # positional checksum of every slice, when placement is checked
+        self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
         self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
         self._fills: dict[str, list[Fill]] = defaultdict(list)  # module -> fills
-        self._numel: dict[str, int] = defaultdict(int)  # module -> elements it takes
-        self._left: dict[str, int] = {}  # module -> elements it still waits for
+        self._numel: dict[str, int] = defaultdict(int)  # module -> its number of elements
+        self._left: dict[str, int] = {}  # module -> elements that have not arrived
         self._loaded: dict[str, int] = defaultdict(int)  # HF tensor -> elements received
         for number, part in enumerate(self.slices):
             module = module_of(part.param)
@@ -82,7 +82,6 @@ class LayerReceiver:
 
     @torch.no_grad()
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """Writes the buffer [numel] of a message; returns how many transfers read back differently."""
         assert self.state == "writing", f"write in state {self.state}"
         wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
         for transfer, part in split_message(message, flat):
@@ -99,7 +98,6 @@ class LayerReceiver:
 
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
-        """Raises CheckFailed when a layer still waits for elements."""
         assert self.state == "writing", f"seal in state {self.state}"
         waiting = {module: left for module, left in self._left.items() if left}
         if waiting:
@@ -121,7 +119,7 @@ class LayerReceiver:
         self.state, self.version = "ready", version
 
     def abort(self) -> None:
-        """Drops the version. Open layers get their kernel tensors back; closed ones hold new weights."""
+        """Drops the version. Restores the kernel tensors of open layers; closed layers have new weights."""
         self.state, self.version = "empty", None
         for module in self._numel:
             layer = self._modules[module]
@@ -160,7 +158,7 @@ class LayerReceiver:
 
 
 def _process(layer: nn.Module, device: torch.device) -> None:
-    """What vLLM does to a layer after loading: pack, shuffle, quantize."""
+    """Processes a layer as vLLM does after loading: pack, shuffle, quantize."""
     if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
         return
     method: Any = layer.quant_method

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.schedule import Generate, Request, request_seed
-from megarl.types import Prompt, Sample
+from megarl.rollout.schedule import Generate, request_seed
+from megarl.types import Prompt, Request, Sample
 
 __all__ = ["Evaluation", "right"]
 

@@ -1,11 +1,11 @@
 """Records each step in metrics.jsonl, timeline.json and rollouts/step_<n>.jsonl, and shows progress.
 
     with telemetry.step(n) as record:     starts the step's clocks
-        with telemetry.span("update")     time/update, and a span of the timeline
-        telemetry.add({...})              further metrics of the step, such as the memory peak of a phase
-        record(rollout, update, sync)     computes the rest and writes all of it
+        with telemetry.span("update")     times time/update, and adds a span to the timeline
+        telemetry.add({...})              adds metrics, for example the peak memory of a phase
+        record(rollout, update, sync)     computes the other metrics and writes everything
 
-Rank 0 writes. The other ranks have a `Silent` with the same methods, so that the loop needs no `if rank == 0`.
+Rank 0 writes. The other ranks use `Silent`, which has the same methods, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megarl.types import Group, PublishReport, Rollout, StepReport
 __all__ = ["Silent", "Telemetry", "open_telemetry"]
 
 # time/<key> is the span of that name, or else that of the phase
-TIMES = {"generate": "rollout", "reward": None, "logprobs": None, "update": "train", "publish": "sync"}
+TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "publish": "sync"}
 
 
 class Silent:
-    """The telemetry of all ranks but 0: discards everything."""
+    """Discards everything, on all ranks but 0."""
 
     def step(self, step: int) -> AbstractContextManager[Record]:
         return nullcontext(lambda rollout, update, sync: None)
@@ -54,7 +54,7 @@ class Telemetry:
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         for file in (folder / "rollouts").glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) >= start:
-                file.unlink()  # of an earlier run; the step is repeated
+                file.unlink()  # this run repeats the step
         self._file = MetricsFile(folder / "metrics.jsonl", start=start)
         self._timeline = Timeline(folder / "timeline.json")
         self._progress = ProgressDisplay(steps=steps, start=start, name=folder.name, interactive=interactive)
@@ -74,19 +74,23 @@ class Telemetry:
         return self._timeline.span(name)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the current step."""
+        """Adds metrics to the current step."""
         self._added.update(metrics)
 
     def _write(self, step: int, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None:
         took = time.perf_counter() - self._began
         groups = rollout.groups if rollout else ()
-        metrics: dict[str, Any] = {"step": step, **self._facts}
-        metrics |= (rollout_metrics(rollout) if rollout else {}) | update_metrics(update) | self._times(took)
-        metrics |= publish_metrics(sync) if sync else {}
         sampled = sum(int(sample.trainable.sum()) for group in groups for sample in group.samples)
-        if sampled:
-            metrics["tokens_per_second"] = sampled / took
-        metrics |= self._added
+        metrics = {
+            "step": step,
+            **self._facts,
+            **(rollout_metrics(rollout) if rollout else {}),
+            **update_metrics(update),
+            **self._times(took),
+            **(publish_metrics(sync) if sync else {}),
+            **({"tokens_per_second": sampled / took} if sampled else {}),
+            **self._added,
+        }
         self._file.write(metrics)
         if groups:
             self._write_rollouts(step, groups)
@@ -99,13 +103,8 @@ class Telemetry:
 
     def _times(self, took: float) -> dict[str, float]:
         seconds = self._timeline.seconds
-        times = {"time/step": took}
-        for key, phase in TIMES.items():
-            if key in seconds:
-                times[f"time/{key}"] = seconds[key]
-            elif phase in seconds:
-                times[f"time/{key}"] = seconds[phase]
-        return times
+        times = {f"time/{key}": seconds.get(key, seconds.get(phase)) for key, phase in TIMES.items()}
+        return {"time/step": took} | {key: value for key, value in times.items() if value is not None}
 
     def _write_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         with (self._folder / "rollouts" / f"step_{step:06d}.jsonl").open("w", encoding="utf-8") as out:
@@ -128,5 +127,5 @@ class Telemetry:
 def open_telemetry(
     folder: Path, *, rank: int, steps: int, start: int, interactive: bool, facts: Mapping[str, Any]
 ) -> Telemetry | Silent:
-    """The telemetry of rank `rank`; close it at the end of the run."""
+    """The telemetry of one rank; close it at the end of the run."""
     return Silent() if rank else Telemetry(folder, steps=steps, start=start, interactive=interactive, facts=facts)

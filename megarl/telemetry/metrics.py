@@ -4,7 +4,7 @@
     StepReport    --update_metrics--+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
     PublishReport --publish_metrics-+
 
-Pure functions; only rank 0 calls them.
+Only rank 0 calls these functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -24,23 +25,21 @@ if TYPE_CHECKING:  # reading metrics needs no torch
 
 __all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
 
-
 OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
-def spread_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Fractions and counts over all generated groups, before filtering: those of equal rewards, those of one sample."""
-    if not groups:  # the keys of any other step
-        return {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
-    flat = [len({sample.reward for sample in group.samples}) <= 1 for group in groups]
-    return {"reward/frac_zero_std": fmean(flat), "groups/singleton": sum(len(group.samples) == 1 for group in groups)}
-
-
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
-    """Rewards, lengths, drops and digest of one rollout."""
-    counts = {"rollout/digest": rollout.digest, **rollout.counts, **spread_metrics(rollout.generated)}
-    return _sample_metrics(rollout.groups) | counts
+    """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys, without values.
+
+    The fraction of groups without spread and the count of singletons are over all generated groups, before filtering.
+    """
+    metrics = {**_sample_metrics(rollout.groups), "rollout/digest": rollout.digest, **rollout.counts}
+    if not (generated := rollout.generated):
+        return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
+    flat = [len({sample.reward for sample in group.samples}) <= 1 for group in generated]
+    singletons = sum(len(group.samples) == 1 for group in generated)
+    return metrics | {"reward/frac_zero_std": fmean(flat), "groups/singleton": singletons}
 
 
 def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         return {"updates": 0, "update/skipped": 0, **report.metrics}
     names = sorted({name for update in updates for name in update.metrics})
     return {
-        **dict.fromkeys(OF_UPDATES),  # without a reference or without tokens
+        **dict.fromkeys(OF_UPDATES),  # None without a reference, or without tokens
         "loss": fmean(update.loss for update in updates),
         "grad_norm": fmean(update.grad_norm for update in updates),
         "lr": updates[-1].lr,
@@ -113,17 +112,11 @@ class MetricsFile:
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, without those cut short when a run was killed."""
-    return list(_parse(file.read_text(encoding="utf-8").splitlines())) if file.is_file() else []
-
-
-def _parse(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and "step" in values:
-            yield values
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def _line(values: Mapping[str, Any]) -> str:

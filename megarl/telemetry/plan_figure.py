@@ -1,9 +1,8 @@
-"""A weight sync as a picture: pipeline stages on the left, engine replicas on the right, ribbons as wide as the bytes.
+"""Draws a weight sync: pipeline stages on the left, engine replicas on the right, ribbons as wide as the bytes.
 
     the JSON of `megarl plan --weights` --draw_plan--> .png | .svg
 
-A box is as high as the bytes its GPUs send or keep together. The strip beside it has a line for each GPU, darkest where
-most bytes move, so that a busy link shows.
+The height of a box is the number of bytes that its GPUs send or keep; its label has the range over those GPUs.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 __all__ = ["draw_plan"]
 
 INK, FAINT = "#1f2933", "#7b8794"
-BOX, STRIP = 0.035, 0.02  # widths; the boxes' inner edges are at x = 0 and 1
-GAP = 0.012  # between boxes, of the height
+BOX = 0.035  # width; the inner edges of the boxes are at x = 0 and 1
+GAP = 0.012  # between boxes, as a fraction of the height
 
 Span = tuple[float, float]  # top and bottom
 
@@ -25,34 +24,30 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError for a file that is neither .png nor .svg."""
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"--figure {file}: a picture is a .png or a .svg; name one")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     between = figures["bytes_between"]  # [stage, replica]
     sent, received = figures["bytes_out_of_trainer_rank"], figures["bytes_in_of_engine_rank"]
     height = min(14, 3 + 0.42 * max(len(between), len(between[0])))
-    picture, axes = plt.subplots(figsize=(10, height), layout="constrained", facecolor="white")
-    palette = matplotlib.colormaps["viridis"]
-    colours = [palette(0.1 + 0.8 * stage / max(1, len(between) - 1)) for stage in range(len(between))]
+    picture = Figure(figsize=(10, height), layout="constrained", facecolor="white")
+    axes = picture.subplots()
+    colours = [colormaps["viridis"](0.1 + 0.8 * stage / max(1, len(between) - 1)) for stage in range(len(between))]
     left = _spans([sum(row) for row in between])
     right = _spans([sum(column) for column in zip(*between, strict=True)])
     _draw_ribbons(axes, between, left, right, colours)
     for stage, span in enumerate(left):
-        ranks = [count for count, of in zip(sent, figures["stage_of_rank"], strict=True) if of == stage]
-        _draw_box(axes, span, -1, colours[stage], ranks, most=max(sent), name=f"stage {stage}")
-    size = len(received) // len(right)
+        ranks = [size for size, number in zip(sent, figures["stage_of_rank"], strict=True) if number == stage]
+        _draw_box(axes, span, -1, colours[stage], f"stage {stage}", ranks)
+    count = len(received) // len(right)  # ranks of a replica
     for replica, span in enumerate(right):
-        ranks = received[replica * size : (replica + 1) * size]
-        _draw_box(axes, span, 1, INK, ranks, most=max(received), name=f"replica {replica}")
+        _draw_box(axes, span, 1, INK, f"replica {replica}", received[replica * count : (replica + 1) * count])
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
     picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
     label = "bytes a GPU sends (left) and receives (right) in one sync, min to max"
     picture.supxlabel(label, color=FAINT, fontsize=9)
     picture.savefig(file, dpi=130)
-    plt.close(picture)
 
 
 def _title(figures: Mapping[str, Any]) -> str:
@@ -67,7 +62,7 @@ def _title(figures: Mapping[str, Any]) -> str:
 
 
 def _amount(*counts: int) -> str:
-    """Bytes, min to max."""
+    """The range of `counts` bytes in a suitable unit."""
     low, high = min(counts), max(counts)
     size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if high >= pair[0] / 2), (1.0, "B"))
     first, last = (f"{count / size:,.4g}" for count in (low, high))
@@ -75,7 +70,7 @@ def _amount(*counts: int) -> str:
 
 
 def _spans(totals: Sequence[int]) -> list[Span]:
-    """Of each box; heights in proportion, gaps between."""
+    """Boxes whose heights are proportional to `totals`, separated by gaps."""
     free, total, top, spans = 1 - GAP * (len(totals) - 1), sum(totals) or 1, 0.0, []
     for count in totals:
         spans.append((top, top + free * count / total))
@@ -101,16 +96,9 @@ def _draw_ribbons(axes: Any, between: Sequence[Sequence[int]], left: Any, right:
             axes.add_patch(PathPatch(Curve(points, codes), facecolor=colours[stage], alpha=0.45, linewidth=0))
 
 
-def _draw_box(axes: Any, span: Span, side: int, colour: Any, ranks: Sequence[int], *, most: int, name: str) -> None:
+def _draw_box(axes: Any, span: Span, side: int, colour: Any, name: str, ranks: Sequence[int]) -> None:
     """`side`: -1 left, 1 right. `ranks`: bytes of each GPU."""
-    import matplotlib
-
-    shade, height = matplotlib.colormaps["Greys"], (span[1] - span[0]) / len(ranks)
-    edge = 0.5 + 0.5 * side
-    outer = edge + side * BOX
-    axes.barh(span[0], outer - edge, span[1] - span[0], left=edge, align="edge", color=colour)
-    tops = [span[0] + number * height for number in range(len(ranks))]
-    colours = [shade(0.1 + 0.8 * count / (most or 1)) for count in ranks]
-    axes.barh(tops, side * STRIP, height, left=outer, align="edge", color=colours)
-    text, align = f"{name}: {len(ranks)} x {_amount(*ranks)}", "right" if side < 0 else "left"
-    axes.text(outer + side * (STRIP + 0.01), sum(span) / 2, text, ha=align, va="center", fontsize=8, color=INK)
+    edge, align = 0.5 + 0.5 * side, "right" if side < 0 else "left"
+    axes.barh(span[0], side * BOX, span[1] - span[0], left=edge, align="edge", color=colour)
+    text = f"{name}: {len(ranks)} x {_amount(*ranks)}"
+    axes.text(edge + side * (BOX + 0.01), sum(span) / 2, text, ha=align, va="center", fontsize=8, color=INK)

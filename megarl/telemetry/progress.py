@@ -33,13 +33,8 @@ def brief(metrics: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
 class ProgressDisplay:
-    """Shows each finished step, and the remaining time at the pace of recent steps."""
+    """Shows each finished step, and the remaining time, estimated from recent steps."""
 
     def __init__(self, *, steps: int, start: int, name: str, interactive: bool) -> None:
         self._steps, self._start, self._name = steps, start, name
@@ -57,14 +52,14 @@ class ProgressDisplay:
         took, self._last = now - self._last, now
         if step > self._start:  # the first step includes warm-up
             self._pace_s = took if self._pace_s is None else 0.9 * self._pace_s + 0.1 * took
-        left = self._steps - step - 1
-        eta = f"  {clock(self._pace_s * left)} left" if self._pace_s is not None and left else ""
-        text = brief(metrics) + eta
+        text = brief(metrics)
+        if self._pace_s is not None and (left := self._steps - step - 1):
+            minutes, seconds = divmod(round(self._pace_s * left), 60)
+            text += f"  {minutes}m{seconds:02d}s left" if minutes else f"  {seconds}s left"
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, text=text)
         else:
-            width = len(str(self._steps))
-            print(f"{self._name} {step + 1:>{width}}/{self._steps}  {text}", flush=True)
+            print(f"{self._name} {step + 1:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,6 +1,7 @@
-"""The report of a run: report.png (curves) and report.html (curves, metrics, samples, weight sync). No torch.
+"""The report of a run, drawn without torch.
 
-metrics.jsonl, rollouts/step_*.jsonl, weights_plan.json --write_report--> report.png, report.html (self-contained)
+metrics.jsonl, eval.jsonl, rollouts/step_*.jsonl, weights_plan.json
+    --write_report--> report.png (curves), report.html (curves, metrics, samples, weight sync; self-contained)
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ HELD_OUT = (  # of eval.jsonl
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.png and report.html of the run in `folder`; returns the path of report.html.
+    """Writes report.png and report.html of the run in `folder`; returns the path of report.html.
 
     Raises FileNotFoundError if no step has finished.
     """
@@ -64,15 +65,12 @@ def write_report(folder: Path) -> Path:
 
 
 def draw(rows: Rows, evaluations: Rows, name: str, file: Path) -> None:
-    """A wide panel of reward and accuracy, and a small one for each of PANELS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    """Draws a wide panel of reward and accuracy, and a small one for each of PANELS."""
+    from matplotlib.figure import Figure
 
     panels = [panel for panel in PANELS if any(_series(rows, key)[0] for key, _, _ in panel[1])]
     lines = (len(panels) + 2) // 3
-    figure = plt.figure(figsize=(11, 3.6 + 2.1 * lines), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(11, 3.6 + 2.1 * lines), layout="constrained", facecolor="white")
     grid = figure.add_gridspec(1 + lines, 3, height_ratios=[1.7] + [1] * lines)
     headline = [curve for curve in HEADLINE if _series(rows, curve[0])[0]]
     top = figure.add_subplot(grid[0, :])
@@ -94,7 +92,6 @@ def draw(rows: Rows, evaluations: Rows, name: str, file: Path) -> None:
     figure.suptitle(f"{name}: {len(rows)} steps{layout}", color=INK, fontsize=13, x=0.01, ha="left")
     figure.supxlabel("step", color=FAINT, fontsize=9)
     figure.savefig(file, dpi=130, format="png")
-    plt.close(figure)
 
 
 def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
@@ -130,7 +127,7 @@ def _panel(axes: Any, rows: Rows, title: str, curves: Sequence[tuple[str, str, s
 
 
 def _label_ends(axes: Any, rows: Rows, curves: Sequence[tuple[str, str, str]]) -> None:
-    """Annotate the first curve with its first and last value."""
+    """Annotates the first curve with its first and last value."""
     key, _, colour = curves[0]
     steps, values = _series(rows, key)
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Nested spans of one rank as a Chrome trace, for chrome://tracing or Perfetto.
+"""Nested spans as a Chrome trace, for chrome://tracing or Perfetto.
 
 with timeline.span("update"): ...   -->   runs/<name>/timeline.json, a complete JSON array after every flush
 """
@@ -18,9 +18,9 @@ __all__ = ["Timeline"]
 class Timeline:
     """`seconds` sums up the spans of each name since the last `clear`; `flush` appends finished spans to the file."""
 
-    def __init__(self, file: Path, *, rank: int = 0) -> None:
+    def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._rank, self._events, self._is_empty = rank, [], True
+        self._events, self._is_empty = [], True
         file.parent.mkdir(parents=True, exist_ok=True)
         self._out = file.open("w+", encoding="utf-8")
         self._out.write("[\n]")
@@ -35,9 +35,8 @@ class Timeline:
         finally:
             took = time.perf_counter() - begin
             self.seconds[name] += took
-            start_us, took_us = (begin - self._origin) * 1e6, took * 1e6
-            event = {"name": name, "ph": "X", "ts": round(start_us, 1), "dur": round(took_us, 1)}
-            self._events.append(event | {"pid": 0, "tid": self._rank})
+            start_us, took_us = round((begin - self._origin) * 1e6, 1), round(took * 1e6, 1)
+            self._events.append({"name": name, "ph": "X", "ts": start_us, "dur": took_us, "pid": 0, "tid": 0})
 
     def clear(self) -> None:
         self.seconds.clear()

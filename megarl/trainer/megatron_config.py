@@ -1,6 +1,6 @@
 """ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention.
 
-Gradients are sums: nothing in Megatron divides them.
+Gradients are sums, which Megatron does not divide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 def transformer_config(
     shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's settings for this model and layout: those that follow from the shape, then the family's."""
+    """Returns Megatron's settings for this model and layout: those that follow from the shape, then the family's."""
+    factor = yarn_factor(shape)
     settings: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -43,7 +44,8 @@ def transformer_config(
         "activation_func": "silu",
         "add_bias_linear": shape.out_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "softmax_scale": _softmax_scale(shape),
+        # the square of yarn's factor on cosine and sine, which Megatron does not apply; None is Megatron's default
+        "softmax_scale": None if factor == 1 else factor**2 / math.sqrt(shape.head_dim),
         **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
         **run_settings(shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te),
         **FAMILIES[shape.family].megatron(shape),
@@ -55,7 +57,7 @@ def transformer_config(
 def run_settings(
     layers: int, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
 ) -> dict[str, Any]:
-    """Settings of every model: the layout, the numerics, and no random initialisation."""
+    """Returns the settings of every model: the layout, the numerics, and no random initialisation."""
     return {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -69,16 +71,16 @@ def run_settings(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed micro-batches differ in length. Not with virtual stages: with two ranks each is both the other's next
-        # and previous, and the lengths sent ahead in both directions would be confused. Nor with the allgather
-        # dispatcher, which gathers equally many tokens from every expert rank.
+        # Packed micro-batches differ in length, except with virtual stages (of two ranks each is both next and previous
+        # of the other, so lengths sent ahead in both directions could be confused) and with the allgather dispatcher,
+        # which gathers equally many tokens from every expert rank.
         "variable_seq_lengths": layout.vpp.size == 1 and dispatcher == "alltoall",
-        "overlap_p2p_comm": layout.vpp.size > 1,  # which also gives each direction a group of its own
+        "overlap_p2p_comm": layout.vpp.size > 1,  # which also creates a group per direction
         "batch_p2p_comm": layout.vpp.size == 1,
-        "moe_token_dispatcher_type": dispatcher,  # dense models too: Megatron checks it before it looks for experts
+        "moe_token_dispatcher_type": dispatcher,  # for dense models too: Megatron checks it first
         "calculate_per_token_loss": True,
-        # Every parameter is loaded, so the init methods do nothing; but initialisation also marks a parameter as split
-        # over the tensor ranks, and without the mark the gradient norm counts it on the first of them only.
+        # Every parameter is loaded, so the init methods do nothing. But initialisation also marks parameters as split
+        # over tensor ranks; without the mark the gradient norm counts them on the first rank only.
         "perform_initialization": True,
         "init_method": _keep_weight,
         "output_layer_init_method": _keep_weight,
@@ -93,43 +95,32 @@ def run_settings(
 
 def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
     router = shape.router
-    settings: dict[str, Any] = {
+    return {
         "num_moe_experts": shape.experts,
         "moe_layer_freq": [int(layer >= shape.dense_layers) for layer in range(shape.layers)],
         "moe_ffn_hidden_size": shape.moe_intermediate,
         "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
         "moe_router_topk": shape.experts_per_token,
-        # softmax over the chosen experts is the renormalised softmax over all
+        # the softmax over the chosen experts equals the renormalised softmax over all
         "moe_router_pre_softmax": not router.norm_topk_prob,
         "moe_router_score_function": router.score_function,
         "moe_router_topk_scaling_factor": None if router.scale == 1 else router.scale,
+        "moe_router_enable_expert_bias": router.expert_bias,
+        "moe_router_num_groups": router.groups if router.groups > 1 else None,
+        "moe_router_group_topk": router.groups_per_token if router.groups > 1 else None,
         **router_settings(use_te=use_te),
     }
-    if router.expert_bias:
-        settings["moe_router_enable_expert_bias"] = True
-    if router.groups > 1:
-        settings |= {
-            "moe_router_num_groups": router.groups,
-            "moe_router_group_topk": router.groups_per_token,
-        }
-    return settings
 
 
 def router_settings(*, use_te: bool) -> dict[str, Any]:
-    """Settings of every router: fp32, and balanced by no term that the configuration does not ask for."""
+    """Returns the settings of every router: fp32, without Megatron's own balancing terms."""
     return {
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,  # the bias that balanced pre-training stays as it is
+        "moe_router_bias_update_rate": 0.0,  # the pre-trained bias does not change
         "moe_grouped_gemm": use_te,
     }
-
-
-def _softmax_scale(shape: ModelShape) -> float | None:
-    """Includes the square of yarn's factor on cosine and sine, which Megatron does not apply; None: Megatron's own."""
-    factor = yarn_factor(shape)
-    return None if factor == 1 else factor**2 / math.sqrt(shape.head_dim)
 
 
 def _keep_weight(weight: Tensor) -> Tensor:
@@ -137,7 +128,7 @@ def _keep_weight(weight: Tensor) -> Tensor:
 
 
 def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
-    """The layers of each chunk of the pipeline, in order; Megatron's default supports even stages only."""
+    """Returns the layers of each chunk of the pipeline, in order; Megatron's default supports only even stages."""
     if layout.pp.size == 1:
         return None
     stages = [stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]

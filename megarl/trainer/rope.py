@@ -1,6 +1,6 @@
-"""Rotary frequencies that were stretched after pre-training: Llama 3's scaling, and YaRN (arXiv 2309.00071).
+"""Rotary frequencies scaled for longer contexts after pre-training: Llama 3's method, and YaRN (arXiv 2309.00071).
 
-Megatron-Core implements YaRN for latent attention only; elsewhere these frequencies replace its own.
+Megatron-Core implements YaRN only for latent attention; elsewhere these frequencies replace its own.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ __all__ = ["scaled_frequencies", "yarn_factor"]
 
 
 def scaled_frequencies(shape: ModelShape) -> Tensor:
-    """[rotary dim / 2] fp32: high frequencies are kept, low ones divided by `factor`, with a ramp between."""
+    """Returns [rotary dim / 2] fp32 frequencies: low ones are divided by `factor`, with a ramp to the high ones."""
     dim, scaling = int(shape.head_dim * shape.rotary_fraction), shape.rope_scaling
     frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
-    kept = {"llama3": _llama3_kept, "yarn": _yarn_kept}[scaling["rope_type"]](shape, frequencies)
-    return kept * frequencies + (1 - kept) * frequencies / float(scaling["factor"])
+    ramp = {"llama3": _llama3_ramp, "yarn": _yarn_ramp}[scaling["rope_type"]](shape, frequencies)
+    return ramp * frequencies + (1 - ramp) * frequencies / float(scaling["factor"])
 
 
-def _llama3_kept(shape: ModelShape, frequencies: Tensor) -> Tensor:
-    """The share of each frequency that is kept: linear in its number of turns over the original context."""
-    scaling, context = shape.rope_scaling, float(shape.rope_scaling["original_max_position_embeddings"])
+def _llama3_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
+    """Returns the unscaled share of each frequency, linear in its number of turns over the original context."""
+    scaling = shape.rope_scaling
+    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    return ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def _yarn_kept(shape: ModelShape, frequencies: Tensor) -> Tensor:
-    """The same, linear in the index of the frequency."""
+def _yarn_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
+    """Returns the unscaled share of each frequency, linear in its index."""
     scaling, count = shape.rope_scaling, frequencies.numel()
     context = float(scaling["original_max_position_embeddings"])
-
-    def index(turns: float) -> float:
-        """Of the frequency with this number of turns over the original context."""
-        return count * math.log(context / (turns * 2 * math.pi)) / math.log(shape.rope_theta)
-
-    low, high = index(scaling["beta_fast"]), index(scaling["beta_slow"])
+    low, high = (  # indices of the frequencies with beta_fast and beta_slow turns over the original context
+        count * math.log(context / (scaling[beta] * 2 * math.pi)) / math.log(shape.rope_theta)
+        for beta in ("beta_fast", "beta_slow")
+    )
     if scaling["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * count - 1)
@@ -48,7 +47,7 @@ def _yarn_kept(shape: ModelShape, frequencies: Tensor) -> Tensor:
 
 
 def yarn_factor(shape: ModelShape) -> float:
-    """YaRN's factor on cosine and sine; 1 without YaRN."""
+    """Returns YaRN's factor on cosine and sine, or 1 without YaRN."""
     if shape.rope_scaling.get("rope_type") != "yarn":
         return 1.0
     return 0.1 * math.log(max(1.0, float(shape.rope_scaling["factor"]))) + 1.0

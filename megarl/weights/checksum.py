@@ -1,14 +1,6 @@
-"""Checksums that moved bytes cannot fool: position-weighted, exact, order-free, the same on CPU and GPU.
+"""Checksums that detect moved and swapped data: weighted by position, exact, the same on CPU and GPU.
 
-checksum(flat)                    of a message: 64-bit words in rows of 1024; the sums of the rows and of the columns
-                                  mod 2^64, each half of a sum times a fixed random 64-bit weight. Changed, moved or
-                                  swapped words are detected unless four or more cancel out in rows and columns alike
-positional_checksum(part, start)  of a part of a tensor: each word is weighted by its position in the whole tensor, so
-                                  the sums of the parts add up to that of the whole, however it is split. This proves
-                                  that slices lie in the right place without gathering a full tensor
-copy_and_verify(part, into)       copies, reads back and compares bit by bit
-
-Plain integer sums and xor miss swapped slices, the very fault that resharding can have. No claim against an adversary.
+Plain integer sums and xor miss swapped slices, a typical fault of resharding. These checksums are not cryptographic.
 """
 
 from __future__ import annotations
@@ -31,7 +23,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """int64 scalar on `flat`'s device. `flat` [n], of any dtype, is contiguous."""
+    """Checksum of a contiguous message `flat` [n] of any dtype: an int64 scalar on its device.
+
+    64-bit words lie in rows of 1024. Each half of a row's or column's sum mod 2^64 is multiplied by a fixed random
+    64-bit weight. Changed, moved or swapped words are detected unless four or more cancel out in rows and columns.
+    """
     data = flat.contiguous().view(torch.uint8)
     whole = data.numel() - data.numel() % (8 * ROW)
     tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))  # zero words add nothing; the length is added at the end
@@ -45,15 +41,15 @@ def checksum(flat: Tensor) -> Tensor:
 
 
 def _weigh_halves(sums: Tensor, table: int) -> Tensor:
-    """`sums` [n] int64, by halves: whole ones would hide a top bit flipped in two of them (mod 2^64)."""
+    """Weighs `sums` [n] int64 by halves: whole sums would hide a top bit flipped in two of them (mod 2^64)."""
     halves = sums.view(torch.int32).to(torch.int64)
     return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
 
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` to `into`, of its shape and dtype; int64 scalar, 1 when a bit of it reads back differently.
+    """Copies `part` to `into`, of the same shape and dtype. Returns 1 if any bit reads back differently, otherwise 0.
 
-    On a CPU while it is in the cache; a GPU is not waited for.
+    The result is an int64 scalar. A CPU compares while the data is in its cache; a GPU is not synchronized.
     """
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
@@ -65,19 +61,20 @@ def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
 
 def _write_strip(part: Tensor, into: Tensor) -> bool:
     into.copy_(part)
-    return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())  # vectorised, as torch.equal is not
+    return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())  # faster than torch.equal
 
 
 def _integers(x: Tensor) -> Tensor:
-    """Its bits: NaN equals NaN, and -0 is not 0."""
+    """Bits of `x` as integers: NaN equals NaN, and -0 differs from 0."""
     return x.view(INTEGERS[x.element_size()])
 
 
 def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
-    """int64 scalar of the part that begins at `start` of its tensor. Parts that tile the tensor add up (mod 2^64).
+    """Checksum (int64 scalar) of the part of a tensor that begins at `start`.
 
-    The weight of a word at (i, .., j) is w0[i] x .. x wn[j]; j counts 32-bit words of a row, which parts may cut
-    anywhere.
+    The sums of parts that tile a tensor add up to the sum of the whole (mod 2^64), however it is split. This proves
+    that slices lie in the right place without gathering the tensor. The weight of a word at (i, .., j) is
+    w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be split anywhere.
     """
     if not part.dim():
         part, start = part[None], (0,)
@@ -87,7 +84,7 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
     data = part.contiguous().view(torch.uint8).view(-1, part.shape[-1] * part.element_size())  # [rows, bytes]
     first = start[-1] * part.element_size()
     end = first + data.shape[1]
-    if first % 4 or end % 4:  # a word cut in two: the other part counts as zero here and is added elsewhere
+    if first % 4 or end % 4:  # the rest of a split word counts as zero here, and is added by the other part
         data = pad(data, (first % 4, -end % 4))
     words = data.view(torch.int32)
     columns = _weights_at(first // 4, words.shape[1], 0, part.device)
@@ -98,21 +95,21 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
 
 
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
-    """[n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
-    if words.device.type == "cpu":  # vectorised and widened on the way, as torch's product of integers is not
+    """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
+    if words.device.type == "cpu":  # numpy vectorises and widens; torch's product of integers does not
         return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
     lines = max(1, STRIP_WORDS // words.shape[1])
     return torch.cat([(strip.to(torch.int64) * weights).sum(1) for strip in words.split(lines)])
 
 
 def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
-    """[count] of a table, from `start`."""
+    """Returns [count] weights of a table, from position `start`."""
     return _weights(1 << max(8, (start + count - 1).bit_length()), table, device)[start : start + count]
 
 
 @lru_cache(maxsize=64)
 def _weights(count: int, table: int, device: torch.device) -> Tensor:
-    """[count] int64, fixed: splitmix64 of the position. Computed on the CPU so that every device has the same."""
+    """Returns [count] int64: splitmix64 of the position, computed on the CPU to be the same for every device."""
     x = torch.arange(1, count + 1, dtype=torch.int64) * -7046029254386353131
     x = x + torch.tensor(table) * 0x632BE59BD9B4E019  # as a tensor: it wraps, which a Python int does not
     for bits, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):

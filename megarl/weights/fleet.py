@@ -1,4 +1,4 @@
-"""Who sends and who receives: the ranks of trainer and engines, and how they are spread over nodes."""
+"""The ranks of trainer and engines, and their nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Fleet"]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Ranks are numbered node by node. Trainers come first; in a split fleet the engines' ranks follow them."""
+    """Ranks of trainer and engines, numbered node by node. In a split fleet the engines' ranks follow the trainer's."""
 
     parallel: Parallel
     trainers: int
@@ -39,10 +39,10 @@ class Fleet:
         return max(self.trainers, self.first_receiver + self.receivers)
 
     def trainer_layout(self, rank: int) -> Layout:
-        """Raises ValueError when the trainers do not hold the layout."""
+        """Raises ValueError if the number of trainers does not fit the parallel sizes."""
         return Layout.of(self.parallel, self.trainers, rank)
 
     def engine_layout(self, rank: int) -> Layout:
-        """`rank` of the world."""
+        """Layout within its replica of `rank`, a rank of the world."""
         local = (rank - self.first_receiver) % self.ranks_per_replica
         return engine_layout(tensor=self.tensor, expert=self.expert, rank=local)

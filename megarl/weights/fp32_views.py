@@ -1,7 +1,7 @@
-"""Tensors that stay fp32 while 16-bit ones move: seen as twice as many 16-bit elements, bit for bit.
+"""Views fp32 tensors as twice as many 16-bit elements, bit for bit, where the other weights move as 16-bit elements.
 
-A plan counts in elements of the dtype that moves, so the last dim of an fp32 tensor is twice as long in it. Packing and
-writing look at the tensor's memory the same way (`execute.strided_view`).
+A plan counts elements of the dtype that moves, so the last dim of an fp32 tensor is twice as long. Packing and writing
+view memory in the same way (`execute.strided_view`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ FP32_BYTES = 4
 
 
 def view_fp32_as_16bit(slices: Iterable[ShardSlice], fp32: frozenset[str], itemsize: int) -> list[ShardSlice]:
-    """`itemsize`: bytes of an element that moves. Slices of `fp32` tensors must be contiguous in their last dim."""
+    """Returns all slices, those of `fp32` tensors widened; these must be contiguous in their last dim.
+
+    `itemsize`: bytes of an element that moves.
+    """
     count = FP32_BYTES // itemsize
     return [_widen(part, count) if part.name in fp32 and count > 1 else part for part in slices]
 

@@ -1,11 +1,10 @@
-"""A table read off somebody else's conversion: HF tensors whose elements are their indices, decoded where they land.
+"""Derives a table from an external converter: it converts HF tensors whose elements are their own indices.
 
-    IndexTensors (names -> tensors)  --a conversion that is not ours-->  a parameter's shard, twice
+    IndexTensors (names -> tensors)  --external conversion-->  a parameter's shard, twice
     slices_from_indices(first, second)  -->  ShardSlices of that parameter | ValueError
 
-The first time every element is its own number, the second time a random number drawn from it. What was only moved shows
-the same element both times; what was computed, cast or made up does not. Both are integers below 2^53, which fp64
-represents exactly.
+In the first run every element is its index, in the second a hash of it. An element that is only moved shows the same
+index in both; one that is computed or cast does not. All are integers below 2^53, which fp64 represents exactly.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from megarl.models.shards import ShardSlice
 __all__ = ["REMEDY", "IndexTensors", "slices_from_indices"]
 
 REMEDY = "a family like this needs a table (CONTRIBUTING.md, 'Adding a model family')"
-MAX_SLICES = 4096  # of one HF tensor in one parameter; beyond, it is a list of elements rather than a plan
+MAX_SLICES = 4096  # of one HF tensor in one parameter; more would be a list of elements, not a plan
 
 
 class IndexTensors(Mapping[str, Tensor]):
-    """HF tensors by name, made when they are asked for: [shape] fp64."""
+    """HF tensors by name: [shape] fp64, created on access."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self.first: dict[str, int] = {}  # tensors that were asked for -> the number of their first element
+        self.first: dict[str, int] = {}  # name of an accessed tensor -> index of its first element
         self.shapes = shapes
         self.is_second = False
         self._device = device
@@ -50,7 +49,7 @@ class IndexTensors(Mapping[str, Tensor]):
 
 
 def _scramble(numbers: Tensor) -> Tensor:
-    """[n] int64 below 2^52, as good as random: a multiplicative hash (Knuth, TAOCP 6.4); 0 stays 0."""
+    """Returns [n] int64 below 2^52: a multiplicative hash (Knuth, TAOCP 6.4); 0 stays 0."""
     mixed = numbers * 0x1E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed >> 11) & ((1 << 52) - 1)
@@ -59,9 +58,9 @@ def _scramble(numbers: Tensor) -> Tensor:
 def slices_from_indices(
     param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False
 ) -> list[ShardSlice]:
-    """Which HF tensors `param` holds where; with `padded` some of its elements may be zeros that come from nowhere.
+    """Returns the slices of HF tensors that `param` contains. With `padded`, other elements of it may be zero.
 
-    Raises ValueError naming tensors and parameter when elements are not only moved.
+    Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
     """
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
@@ -85,7 +84,7 @@ def slices_from_indices(
 
 
 def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]) -> list[ShardSlice]:
-    """`index` [n] ascending in the flat HF tensor, `position` [n] in the flat parameter: joined dim by dim."""
+    """Joins elements to slices, dim by dim. `index` [n], in the flat HF tensor, ascends; `position` [n]: in `param`."""
     if not index.numel():
         return []
     first, lengths, step = _runs(index, position, torch.div(index, size[-1], rounding_mode="floor"))
@@ -111,13 +110,13 @@ def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[
 
 
 def _runs(index: Tensor, position: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs in which `index` counts up by one within a group and `position` moves evenly: (first, length, step)."""
+    """Runs in which `index` rises by one within a group and `position` by a constant step: (first, length, step)."""
     steps = position.diff()
     joined = (index.diff() == 1) & (group.diff() == 0) & (steps > 0)  # torch has no views with negative strides
     gaps = torch.arange(len(steps), device=index.device)
     turns = torch.zeros_like(joined)
     turns[1:] = joined[1:] & joined[:-1] & (steps[1:] != steps[:-1])
-    # a jump changes the step twice, on its way and behind it; only the first is a border: every other one in a row
+    # a jump changes the step twice, into it and out of it; only the first starts a run: every other one in a row
     since = gaps - torch.where(turns, -1, gaps).cummax(0).values if len(gaps) else gaps
     borders = ~joined | (turns & (since % 2 == 1))
     first = torch.cat([gaps.new_zeros(1), borders.nonzero().squeeze(1) + 1])

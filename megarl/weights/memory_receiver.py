@@ -1,4 +1,4 @@
-"""A receiver of weights over plain tensors: what an export writes to files, or any memory that slices describe."""
+"""A receiver of weights into plain tensors, for example those of a file that an export writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MemoryReceiver"]
 
 
 class MemoryReceiver:
-    """publish.WeightReceiver. `memory` holds every `param` of the slices, which count in elements of `dtype`."""
+    """publish.WeightReceiver. `memory` has every `param` of the slices, which count elements of `dtype`."""
 
     def __init__(self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self.slices = slices

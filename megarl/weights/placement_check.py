@@ -1,12 +1,12 @@
-"""Proves that every slice lies in its place, without a full tensor and without trusting the plan.
+"""Proves that every slice lies in its place, without gathering a tensor or trusting the plan.
 
     trainer: slices read from the parameters   --positional_checksum--> sums by tensor --+
                                                                                          +--> equal, for each replica
     engine: slices read from its memory        --positional_checksum--> sums by tensor --+
 
-Positional checksums add up over slices however a tensor is split, so the sums agree only when every element lies where
-its side's slices say: a slice that went to the wrong rank, or to the wrong rows of the right one, changes the sum even
-though all bytes arrived. A side that holds a tensor n times, as its count of elements shows, has n times the sum.
+Positional checksums add up over slices, however a tensor is split. The sums agree only if every element lies where the
+slices of its side say: a slice on the wrong rank, or in the wrong rows, changes the sum even if all bytes arrived. A
+side with n copies of a tensor, as its element count shows, has n times the sum.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ __all__ = ["PlacementCheck"]
 @dataclass(frozen=True)
 class PlacementCheck:
     shapes: Mapping[str, tuple[int, ...]]  # of every HF tensor, in elements of `dtype`
-    dtype: torch.dtype  # of what moves
+    dtype: torch.dtype  # of the elements that move
     receivers: Sequence[int]  # ranks with an engine
     ranks_per_replica: int
 
     def compare(
         self,
         transport: Transport,
-        sent: tuple[
-            Sequence[ShardSlice], Mapping[str, Tensor]
-        ],  # the trainer's slices of this rank, and its parameters
-        received: tuple[Sequence[ShardSlice], Tensor],  # the engine's of this rank, and their positional checksums
+        sent: tuple[Sequence[ShardSlice], Mapping[str, Tensor]],
+        received: tuple[Sequence[ShardSlice], Tensor],
     ) -> None:
-        """Every rank calls it. Raises CheckFailed, on all ranks, naming replicas and tensors."""
+        """A collective. Raises CheckFailed, on all ranks, naming replicas and tensors.
+
+        `sent`: the trainer's slices on this rank, and its parameters. `received`: the engine's slices on this rank, and
+        their positional checksums.
+        """
         slices, parameters = sent
         replicas, device = len(self.receivers) // self.ranks_per_replica, received[1].device
         # [trainer and replicas, (elements, checksum), tensors]
@@ -57,8 +59,10 @@ class PlacementCheck:
         is_equal = (sums[1:] * copies[0] == sums[0] * copies[1:]) & is_whole[0] & is_whole[1:]
         wrong = (~is_equal).nonzero().tolist()
         if wrong:
-            names = list(self.shapes)
-            shown = "; ".join(f"{names[tensor]} in the engine on {self._ranks(r)}" for r, tensor in wrong[:4])
+            names, count = list(self.shapes), self.ranks_per_replica
+            ranks = [self.receivers[replica * count : (replica + 1) * count] for replica in range(replicas)]
+            where = [f"rank {some[0]}" if len(some) == 1 else f"ranks {some[0]}..{some[-1]}" for some in ranks]
+            shown = "; ".join(f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong[:4])
             rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise CheckFailed(
                 f"slices of weights lie in the wrong place, though every message arrived as sent: {shown}{rest}; the "
@@ -67,7 +71,7 @@ class PlacementCheck:
 
     def _checksum(self, part: ShardSlice, parameters: Mapping[str, Tensor]) -> Tensor:
         view, start = strided_view(parameters[part.param], part, part.shape, self.dtype), part.start
-        if len(part.shape) > len(self.shapes[part.name]):  # the last dim seen as pairs
+        if len(part.shape) > len(self.shapes[part.name]):  # its last dim viewed as pairs
             view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
         return positional_checksum(view, start)
 
@@ -76,7 +80,3 @@ class PlacementCheck:
         index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=sums.device)
         numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=sums.device)
         sums.index_add_(1, index, torch.stack([numel, checksums]))
-
-    def _ranks(self, replica: int) -> str:
-        ranks = self.receivers[replica * self.ranks_per_replica :][: self.ranks_per_replica]
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}..{ranks[-1]}"

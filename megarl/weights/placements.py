@@ -1,8 +1,8 @@
-"""What moves, who holds it and who keeps it: from the tables of trainer and engine, or from every rank's own slices.
+"""What moves, which ranks hold it and which keep it: from the tables of trainer and engine, or from recorded slices.
 
-FleetTables: table x table --transfer_groups--> groups of templates, once for all layers and experts alike
+FleetTables: table x table --transfer_groups--> groups of templates, once for all layers and experts
              template, rank, layer, expert --source | destination--> ShardSlice
-RecordedSlices: the same for a family without a table, where every slice is there to begin with
+RecordedSlices: the same from the slices of every rank, for a family without a table
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
 
 
 class RecordedSlices:
-    """Coordinates are ranks, and each tensor counts as a layer. Receivers list their slices in the engine's order."""
+    """senders.Placement. Coordinates are ranks, each tensor is a layer; `destinations` are in the engine's order."""
 
     def __init__(self, sources: SlicesByRank, destinations: SlicesByRank, ranks_per_node: int, max_numel: int) -> None:
         places = [(place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices)]
@@ -64,12 +64,12 @@ class RecordedSlices:
 
 
 class FleetTables:
-    """Coordinates are ranks along the axis that splits a tensor. The sections of a table are in the engine's order."""
+    """senders.Placement. Coordinates are ranks along the axis that splits a tensor; sections are in engine order."""
 
     def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
         self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
         self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
-        # where a node's ranks are more than a pipeline stage has; those that relay to one another begin together
+        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to one another begin together
         is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
         self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
         self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
@@ -78,7 +78,7 @@ class FleetTables:
         self._engines = [fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]]
         layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
         self._chunks = {axes: stage_layers(shape.layers, layout) for axes, layout in layouts.items()}
-        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)  # from the embedding to the head, which need none
+        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)  # of each layer; 0 for embedding and head
         for layout in self._layouts:
             for chunk in self._chunks[layout.pp, layout.vpp]:
                 self._stage[chunk.start + 1 : chunk.stop + 1] = layout.pp.rank
@@ -104,13 +104,13 @@ class FleetTables:
         is_expert = section == "expert"
         size, engine_size = self._sizes[is_expert]
         sources = list(self._templates(getattr(table, section), size))
-        if section == "embedding" and self._fleet.parallel.pipeline > 1:  # a tied one has a copy on the last stage
+        if section == "embedding" and self._fleet.parallel.pipeline > 1:  # the last stage has a copy if tied
             sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
         destinations = self._templates(getattr(engine, section), engine_size)
         groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
         if not is_expert:
             return groups
-        # experts of the same ranks on both sides move together, as many as a group may hold
+        # experts of the same ranks on both sides move together, as many as fit into a group
         per_rank = gcd(
             *(self._shape.experts // ranks for ranks in (self._fleet.parallel.expert, self._engines[0].ep.size))
         )
@@ -125,7 +125,7 @@ class FleetTables:
                 yield rank, part
 
     def _trainer_keys(self) -> dict[str, tuple[Ints, Ints]]:
-        """Section -> (key, coordinate) of each trainer; coordinate -1: holds nothing of it."""
+        """Section -> (key, coordinate) of each trainer rank; coordinate -1: the rank has nothing of the section."""
         stage, tp, ep, etp = (
             np.array([getattr(layout, axis).rank for layout in self._layouts]) for axis in ("pp", "tp", "ep", "etp")
         )
@@ -140,8 +140,8 @@ class FleetTables:
         }
 
     def _order_units(self) -> None:
-        """Sets where each layer begins, and where in its layer each unit does: experts follow the other tensors."""
-        self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before it, its own)
+        """Sets the position of each layer, and of each unit in its layer: experts follow the other tensors."""
+        self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before the unit, elements of the unit)
         for section, group in zip(self._sections, self.groups, strict=True):
             _, size = self._units.get((section, group.unit), (0, 0))
             self._units[section, group.unit] = 0, size + group.numel * len(group.destinations)
@@ -166,7 +166,7 @@ class FleetTables:
         repeats, ranks = self.groups[group].repeats, self._fleet.parallel.expert
         count, per_rank = shape.experts // repeats, shape.experts // repeats // ranks
         layer, number = np.repeat(layer, count), np.tile(np.arange(count), len(layer))
-        # some experts of each expert-parallel rank after another, so that all of them send
+        # alternate between the expert-parallel ranks, so that all of them send
         place = number % per_rank * ranks + number // per_rank
         return Instances(
             layer,
@@ -203,7 +203,7 @@ class FleetTables:
         return self._fill(overlap.destinations[coordinate], layout, layer, expert)
 
     def _fill(self, part: ShardSlice, layout: Layout, layer: int, expert: int) -> ShardSlice:
-        """A template with its numbers filled in: of a global layer and expert."""
+        """The slice of a template for a global layer and expert."""
         key = (id(part), layout.rank, layer, expert)
         if key not in self._filled:
             chunks = self._chunks[layout.pp, layout.vpp]

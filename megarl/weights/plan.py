@@ -1,10 +1,10 @@
 """The plan of a weight sync: which bytes go from which rank to which, in which round. No torch, no communication.
 
-    tables and a fleet | every rank's slices --> transfer groups --> senders --> rounds --> Plan --lower--> RankPlan
+    tables and a fleet | every rank's slices --> transfer groups --> senders --> rounds --> Plan --lower--> Messages
 
 All ranks compute the same Plan as arrays over messages; each lowers its own messages to transfers. In a round there is
 at most one flat message for each (sender, receiver), and no rank sends or receives more than `round_bytes`, unless a
-single row is larger. A rank may be a sender, a receiver or both.
+single row of a tensor is larger. A rank may be a sender, a receiver or both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megarl.weights.plan_rounds import assign_rounds
 from megarl.weights.senders import Hops, Ints, Placement, assign_senders
 
 __all__ = [
-    "Message", "Plan", "RankPlan", "SlicesByRank", "Transfer", "View", "find_gaps", "plan_recorded", "plan_transfers",
+    "Message", "Plan", "SlicesByRank", "Transfer", "View", "find_gaps", "plan_recorded", "plan_transfers",
     "relay_buffer",
 ]  # fmt: skip
 
-GROUPS_PER_ROUND = 16  # groups are cut to a size of which so many fill a round
+GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class View:
 class Transfer:
     """[start, start + shape) of HF tensor `name`, where the sender reads it and where the receiver writes it.
 
-    A relayed one is read from the flat message that came from another rank one round before: the source's `param` is
-    then `relay_buffer` of that rank.
+    A relayed transfer is read from the flat message that arrived from another rank in the round before; the source's
+    `param` is then `relay_buffer` of that rank.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: nothing travels."""
+    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: a local copy."""
 
     index: int  # among all messages of the plan
     round: int
@@ -79,7 +79,7 @@ class Message:
 
     @property
     def is_relay(self) -> bool:
-        """Some of it must have arrived, in the round before, when it is packed."""
+        """Whether some of it arrives at the sender in the round before."""
         return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
@@ -89,27 +89,18 @@ class Message:
         return f"rank {self.sender} -> rank {self.receiver}{relayed}: {', '.join(names[:3])}{rest}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """The messages that a rank sends, receives or keeps, round by round (some rounds may be empty)."""
-
-    rank: int
-    itemsize: int
-    rounds: tuple[tuple[Message, ...], ...]
-
-
 @dataclass(frozen=True)
 class Rows:
-    """What moves between two ranks, a transfer group of one layer a row, ordered by (round, sender, receiver)."""
+    """Transfer groups that move between two ranks: one layer's group per row, by (round, sender, receiver)."""
 
     group: Ints
     layer: Ints  # EMBEDDING, 0.., and the head as a layer behind the last
-    expert: Ints  # the first of the group's; -1: none
+    expert: Ints  # the first expert of the group; -1: none
     sender: Ints
     receiver: Ints
     round: Ints
-    via: Ints  # of a relayed row, the rank its sender received it from one round before; else -1
-    offset: Ints  # elements before it in its message
+    via: Ints  # the rank from which the sender received a relayed row in the round before; otherwise -1
+    offset: Ints  # elements before the row in its message
     numel: Ints
 
 
@@ -129,12 +120,12 @@ class Plan:
 
     @property
     def bytes_kept(self) -> int:
-        """All that receivers keep, what they hold already included."""
+        """Bytes that receivers keep, including local copies."""
         return int(self.message_bytes.sum())
 
     @property
     def bytes_received(self) -> int:
-        """What moves between ranks: a rank receives only what it keeps and does not hold."""
+        """Bytes that move between ranks: a rank receives only what it keeps and does not have."""
         return int(self.message_bytes[self.message_sender != self.message_receiver].sum())
 
     @property
@@ -149,7 +140,8 @@ class Plan:
             digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
         return digest.hexdigest()
 
-    def lower(self, rank: int) -> RankPlan:
+    def lower(self, rank: int) -> list[list[Message]]:
+        """The messages that `rank` sends, receives or copies locally, by round (some rounds may be empty)."""
         mine = np.flatnonzero((self.message_sender == rank) | (self.message_receiver == rank))
         rounds: list[list[Message]] = [[] for _ in range(self.num_rounds)]
         for index in mine.tolist():
@@ -158,7 +150,7 @@ class Plan:
             rows = range(int(self.first_row[index]), int(self.first_row[index + 1]))
             transfers = tuple(transfer for row in rows for transfer in self._transfers(row))
             rounds[number].append(Message(index, number, *ends, transfers))
-        return RankPlan(rank, self.itemsize, tuple(map(tuple, rounds)))
+        return rounds
 
     def _transfers(self, row: int) -> Iterator[Transfer]:
         rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
@@ -193,10 +185,10 @@ def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
 def plan_transfers(
     shape: ModelShape, fleet: Fleet, *, padded_vocab: int, itemsize: int, round_bytes: int, style: Style = "te"
 ) -> Plan:
-    """From the tables of trainer and engine.
+    """Plans from the tables of trainer and engine.
 
-    `padded_vocab`: rows of the trainer's embedding over all its tensor ranks. `style`: the layer spec of its modules.
-    Raises ValueError naming the tensor when the trainer does not hold what the engine keeps.
+    `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `style`: the layer spec of its modules.
+    Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
     """
     table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
     max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
@@ -211,10 +203,10 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """From the slices that every rank holds and keeps, where a family has no table. Receivers list theirs in the order
-    of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
+    """Plans from the slices of every rank, for a family without a table.
 
-    Raises ValueError naming the tensor when the sources overlap or do not hold all that is kept.
+    `destinations` are in the order of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
+    Raises ValueError naming the tensor if the sources overlap or do not cover the destinations.
     """
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
@@ -223,7 +215,7 @@ def plan_recorded(
 
 
 def _max_numel(round_numel: int, ranks_per_node: int) -> int:
-    """Of a group: even all copies that one rank relays within its node fit into a round."""
+    """Maximum size of a group: all copies of it that one rank relays within its node fit into a round."""
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
@@ -246,7 +238,7 @@ def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
 
 
 def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
-    """Hops and relays, by message."""
+    """Hops and relays, ordered by message."""
     relayed, count = hops.relay_hop, len(hops.group)
     sender = np.concatenate([hops.sender, hops.receiver[relayed]])
     receiver = np.concatenate([hops.receiver, hops.relay_receiver])
@@ -257,7 +249,7 @@ def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
     numel, first = sizes[columns[0]], _first_rows(*columns[3:])
     before = np.cumsum(numel) - numel
     offset = before - np.repeat(before[first[:-1]], np.diff(first))
-    # what is relayed is read where it lies in the message of the first hop
+    # a relay reads its row from the message of the first hop
     row_of_hop, is_relay = np.empty(len(order), dtype=np.int64), order >= count
     row_of_hop[order] = np.arange(len(order))
     offset[is_relay] = offset[row_of_hop[hop[is_relay]]]
@@ -265,13 +257,13 @@ def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
 
 
 def _first_rows(*columns: Ints) -> Ints:
-    """[messages + 1] where runs of equal values begin, and the number of rows."""
+    """[messages + 1]: where runs of equal values begin, and the number of rows."""
     changes = [np.diff(column, prepend=-1) != 0 for column in columns]
     return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:
-    """What the slices of all these ranks together lack of the expected tensors, or hold beyond them; [] if complete."""
+    """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected tensors."""
     rectangles = {(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}
     numel: dict[str, int] = {}
     for name, _, shape in sorted(rectangles):

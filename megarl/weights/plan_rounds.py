@@ -1,11 +1,11 @@
-"""In which round each transfer runs: every sender and receiver as busy as it can be, none above `round_numel`.
+"""Assigns transfers to rounds: every sender and receiver as busy as possible, none above `round_numel`.
 
     hops in order of position --assign_rounds--> round of each hop (its relays follow one round later)
 
-List scheduling, a round at a time: of the hops that are due, those whose ranks have room, in order; the others wait.
-A hop is due when its receiver would get to it if all rounds were full, and a receiver looks at most one round ahead,
-so that layers are not opened long before they are complete. What a rank takes from itself goes with what else arrives
-of the layer.
+List scheduling, one round at a time: of the hops that are due, those whose ranks have capacity run, in order; the
+others wait. A hop is due when its receiver would reach it if all rounds were full, and a receiver looks at most one
+round ahead, so that layers are not opened long before they are complete. A rank's local copies of a layer run with the
+transfers of that layer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megarl.weights.senders import Hops, Ints, Placement
 __all__ = ["assign_rounds"]
 
 MAX_PASSES = 16  # over the hops that are due, in one round
-# what a rank has room for in a round: over the network and in all, what stays on the rank, and the next round's relays
+# kinds of capacity that a rank has in a round: network, all links, local copies, and the relays of the next round
 FAR_OUT, FAR_IN, OUT, IN, STAYS, NEXT_OUT, NEXT_IN, KINDS = range(8)
 
 
 def assign_rounds(hops: Hops, numel: Ints, placement: Placement, *, round_numel: int) -> Ints:
-    """[hops]; `numel` [hops]. A hop of more than `round_numel` has a round of its ranks for itself."""
+    """Returns the round of each hop. `numel`: elements of each; a hop above `round_numel` has its ranks to itself."""
     world = placement.world
     scheduler = _Scheduler(hops, numel, world, placement.ranks_per_node, round_numel)
     due = hops.position * scheduler.num_rounds // placement.total
@@ -42,7 +42,7 @@ def assign_rounds(hops: Hops, numel: Ints, placement: Placement, *, round_numel:
 
 
 class _Scheduler:
-    """Rounds of hops, and the room that is left in the current one. A resource is a kind of room of one rank."""
+    """Assigns rounds to hops. A resource is one kind of capacity of one rank."""
 
     def __init__(self, hops: Hops, numel: Ints, world: int, ranks_per_node: int, round_numel: int) -> None:
         self.rounds = np.zeros(len(numel), dtype=np.int32)
@@ -53,10 +53,10 @@ class _Scheduler:
         total = self._total()
         far, both = int(total[: OUT * world].max()), int(total[OUT * world :].max())
         capacity = np.full(KINDS, round_numel, dtype=np.int64)
-        if 0 < far < both:  # the network has its share of each round, so that links within nodes are busy meanwhile
+        if 0 < far < both:  # the network has a share of each round, so that links within nodes are busy too
             capacity[[FAR_OUT, FAR_IN]] = max(1, min(round_numel // 2, round_numel * far // both))
         self._full = np.repeat(capacity, world)
-        self.num_rounds = int(np.ceil(total / self._full[: len(total)]).max(initial=1))  # at least
+        self.num_rounds = int(np.ceil(total / self._full[: len(total)]).max(initial=1))  # a lower bound
 
     def _total(self) -> Ints:
         """Elements of all hops and relays, by resource up to STAYS."""
@@ -68,7 +68,7 @@ class _Scheduler:
         return total[: NEXT_OUT * world]
 
     def _entries(self, chosen: Ints) -> tuple[Ints, Ints, Ints]:
-        """(place in `chosen`, resource, elements) of all the room that hops take; places ascend in each resource."""
+        """(position in `chosen`, resource, elements) of all capacity that hops use; ascending for each resource."""
         hops, numel = self._hops, self._numel[chosen]
         sender, receiver = hops.sender[chosen], hops.receiver[chosen]
         far, moved = np.flatnonzero(self._is_far[chosen]), np.flatnonzero(sender != receiver)
@@ -91,7 +91,7 @@ class _Scheduler:
         return np.concatenate(places), np.concatenate(resource), np.concatenate(sizes)
 
     def run(self, hops: Ints, due: Ints) -> None:
-        """Sets the rounds of `hops`, which are ascending in `due`."""
+        """Sets the rounds of `hops`, which are sorted by `due`."""
         room, number, taken = self._full.copy(), 0, 0
         now, following = (slice(kind * self._world, (kind + 2) * self._world) for kind in (OUT, NEXT_OUT))
         waiting = np.zeros(0, dtype=np.int64)
@@ -110,11 +110,11 @@ class _Scheduler:
             number += 1
 
     def _fill(self, waiting: Ints, room: Ints) -> np.ndarray:
-        """[waiting] which of them run now; takes what they need from `room` [resources]."""
+        """Returns which of `waiting` run in this round; subtracts their capacity from `room` [resources]."""
         accepted, able = np.zeros(len(waiting), dtype=bool), np.ones(len(waiting), dtype=bool)
         place, resource, numel = self._entries(waiting)
         for _ in range(MAX_PASSES):
-            # what does not fit even alone waits; the rest, in order, up to the room there is
+            # a hop that does not fit alone waits; the others run in order, up to the capacity that is left
             able[place[(numel > room[resource]) & (room[resource] < self._full[resource])]] = False
             remaining = able[place]
             place, resource, numel = place[remaining], resource[remaining], numel[remaining]

@@ -1,23 +1,23 @@
-"""The trainer's weights into the engine, shard to shard, verified every time.
+"""Publishes the trainer's weights to the engine, shard to shard, verified every time.
 
-A rank may be a sender, a receiver or both. Every rank calls `connect` and `publish`, in the same order:
+A rank may be a sender, a receiver or both. Every rank builds a Publisher and calls `publish`, in the same order:
 
     sender (trainer)                                receiver (engine)
     barrier ------------- all ranks, or the absent are named ------------ barrier
-    pack, checksum, send, round by round ---------> receive, checksum, keep aside; relay within the node
+    pack, checksum, send, round by round ---------> receive, checksum, stage; relay within the node
     compare checksums --- all ranks refuse together --------------------- compare checksums
                                                     begin: prompts are refused from here on
                                                     write and read back every message
                                                     seal: names and element counts are those expected
     agree ------------------------ waits for the slowest ---------------- agree
-    sum what it holds --- placement (first sync, or `probe: always`) ---- sum what it keeps
+    checksum slices ----- placement (first sync, or `probe: always`) ---- checksum slices
     score the probe ----- compared, on the same occasions --------------- score the probe
     report                                          finish(version): prompts are accepted again
 
-What fails before `begin` (a rank that is absent or lost, bytes that changed, a parameter that is missing) leaves the
-engine serving its old version. That costs memory for all that a rank receives: on the device if it has room, else on
-the host. `is_atomic=False` saves it by writing messages as they arrive. What fails after `begin` leaves the engine
-without a version: it refuses prompts until a sync succeeds.
+If a sync fails before `begin` (a rank is absent or lost, bytes changed, a parameter is missing), the engine keeps
+serving its old version. To make this possible, all data that a rank receives is staged: on the device if it has room,
+otherwise on the host. `is_atomic=False` saves this memory by writing messages as they arrive. If a sync fails after
+`begin`, the engine has no version and refuses prompts until a sync succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ from megarl.models.engine import first_mismatch
 from megarl.models.shards import ShardSlice, as_pairs
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.execute import BucketChecksums, PlanExecutor
+from megarl.weights.execute import PlanExecutor
 from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
@@ -44,7 +44,7 @@ from megarl.weights.transports import Transport
 
 __all__ = ["Probe", "Publisher", "WeightFormat", "WeightReceiver", "WeightSender", "plan_slices"]
 
-SPARE_BYTES = 2 << 30  # of the device, left free beside what is kept aside: for the layers that are open meanwhile
+SPARE_BYTES = 2 << 30  # of device memory, left free beside staged messages for the layers that are open meanwhile
 KEEPS = "The engine keeps the version it had"
 REFUSES = "The engine refuses prompts until a sync succeeds"
 
@@ -61,11 +61,11 @@ class WeightFormat:
         return torch.float32 if name in self.fp32 else self.dtype
 
     def moved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """In elements of `dtype`, as the plan counts."""
+        """Shapes in elements of `dtype`, as the plan counts them."""
         return shapes_fp32_as_16bit(self.shapes, self.fp32, self.dtype.itemsize)
 
     def moved_slices(self, slices: Sequence[ShardSlice]) -> list[ShardSlice]:
-        """In elements of `dtype`, as the plan counts."""
+        """Slices in elements of `dtype`, as the plan counts them."""
         return view_fp32_as_16bit(slices, self.fp32, self.dtype.itemsize)
 
 
@@ -84,22 +84,22 @@ class WeightReceiver(Protocol):
 
     @property
     def slices(self) -> Sequence[ShardSlice]:
-        """What it keeps of each HF tensor, in elements of the dtype that moves, in the order of the engine's layers."""
+        """The slices that this rank keeps, in elements of the dtype that moves, in the order of the engine's layers."""
         ...
 
     def begin(self, *, check_placement: bool) -> None:
-        """`check_placement`: positional_checksums will be asked for."""
+        """Starts a sync; with `check_placement`, `positional_checksums` is called after `seal`."""
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         """Writes the buffer [numel] of a message; returns how many transfers read back differently, int64 scalar."""
         ...
 
     def seal(self) -> Mapping[str, int]:
-        """Elements received of each HF tensor, when all is written. Raises CheckFailed when a layer is incomplete."""
+        """Returns the elements received of each HF tensor. Raises CheckFailed if a layer is incomplete."""
         ...
 
     def positional_checksums(self) -> Tensor:
-        """[slices] int64: `checksum.positional_checksum` of each slice, read from where it lay in checkpoint form."""
+        """Returns [slices] int64: `checksum.positional_checksum` of each slice, read in checkpoint form."""
         ...
 
     def finish(self, version: int) -> None: ...
@@ -108,7 +108,7 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed batch scored by both sides: faults of repacking show in log-probs and nowhere else.
+    """A fixed batch scored by both sides, as faults of repacking show in log-probs only.
 
     `trainer` and `engine` map tokens [N, L] to log-probs [N, L - 1] of tokens[:, 1:] at temperature 1, on every rank of
     their side.
@@ -119,7 +119,7 @@ class Probe:
     engine: Callable[[Tensor], Tensor]
     max: float  # bounds on |engine - trainer|, nats
     mean: float
-    always: bool = False  # False: only the first sync of a run
+    always: bool = False  # False: in the first sync of a run only
 
 
 def plan_slices(
@@ -131,9 +131,9 @@ def plan_slices(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """A plan from the slices of all ranks, where no table gives them; `destinations` are a receiver's `slices`.
+    """Plans from the slices of all ranks, without a table; `destinations` are the `slices` of the receivers.
 
-    Raises CheckFailed naming tensors that trainer or engine does not hold completely.
+    Raises CheckFailed naming tensors that are incomplete in the trainer or the engine.
     """
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
@@ -152,29 +152,11 @@ def plan_slices(
         raise CheckFailed(f"no plan moves the weights: {error}") from None
 
 
-@dataclass
 class Publisher:
-    """roles.Weights. Build it with `connect`, on every rank."""
+    """roles.Weights."""
 
-    plan: Plan
-    sender: WeightSender | None
-    receiver: WeightReceiver | None
-    transport: Transport
-    weights: WeightFormat
-    placement: PlacementCheck
-    probe: Probe | None
-    is_atomic: bool
-    ranks_per_node: int
-    executor: PlanExecutor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._device = self.receiver.device if self.receiver else next(iter(self._parameters().values())).device
-        self.executor = PlanExecutor(self.plan, self.transport, self.weights.dtype, self._device)
-        self._is_proven = False
-
-    @classmethod
-    def connect(
-        cls,
+    def __init__(
+        self,
         plan: Plan,
         sender: WeightSender | None,
         receiver: WeightReceiver | None,
@@ -182,38 +164,40 @@ class Publisher:
         weights: WeightFormat,
         *,
         ranks_per_replica: int,
-        table: Sequence[ShardSlice] | None = None,  # what this rank of the engine keeps according to its table
+        table: Sequence[ShardSlice] | None = None,  # the slices that this rank of the engine keeps, from its table
         probe: Probe | None = None,
         is_atomic: bool = True,
-        ranks_per_node: int | None = None,  # None: all ranks are on one
-    ) -> Publisher:
-        """`plan` counts ranks as `transport` does; a rank without a half passes None for it.
+        ranks_per_node: int | None = None,  # None: all ranks are on one node
+    ) -> None:
+        """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or receive passes None.
 
-        Raises CheckFailed, on all ranks, when the engine keeps a tensor elsewhere than its table has it, or when ranks
-        plan differently.
+        Raises CheckFailed, on all ranks, if the engine's slices differ from its table, or if the ranks' plans differ.
         """
-        problem = None
-        if receiver is not None and table is not None:
-            problem = first_mismatch(weights.moved_slices(table), receiver.slices)
-        reports = transport.gather((problem, plan.fingerprint, receiver is not None))
-        problems, fingerprints, is_receiver = zip(*reports, strict=True)
-        if wrong := [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
+        self.plan, self.sender, self.receiver, self.transport = plan, sender, receiver, transport
+        self.weights, self.probe, self.is_atomic = weights, probe, is_atomic
+        self.ranks_per_node = ranks_per_node or transport.world
+        self._parameters = sender.parameters if sender else dict[str, Tensor]
+        self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
+        self.executor = PlanExecutor(plan, transport, weights.dtype, self._device)
+        self._is_proven = False
+        mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
+        reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
+        mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
+        if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(mismatches) if text]:
             raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out differently from the one megarl is made for")
         if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
-        placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
-        per_node = ranks_per_node or transport.world
-        return cls(plan, sender, receiver, transport, weights, placement, probe, is_atomic, per_node)
+        self.placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
 
     def publish(self, *, version: int) -> PublishReport:
-        """Raises CheckFailed, on all ranks, when anything is missing or changed, with the state of the engine."""
+        """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
         began = time.perf_counter()
         with _stating(KEEPS):
             self.transport.barrier(f"the sync of weights, version {version}")
             parameters = self._parameters()
             self._agree(self._parameter_fault(parameters) or self._memory_fault())
-            staged = self._receive_aside(parameters) if self.is_atomic else None
+            staged = self._stage(parameters) if self.is_atomic else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
         if self.receiver:
             self.receiver.begin(check_placement=prove)
@@ -231,20 +215,11 @@ class Publisher:
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
-        return PublishReport(
-            version,
-            len(self.weights.shapes),
-            self.plan.bytes_kept,
-            self.plan.bytes_received,
-            verified=True,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _parameters(self) -> Mapping[str, Tensor]:
-        return self.sender.parameters() if self.sender else {}
+        sizes = (len(self.weights.shapes), self.plan.bytes_kept, self.plan.bytes_received)
+        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - began)
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
-        """A parameter that is missing or is not what the sender's slices say."""
+        """Describes a parameter that is missing or differs from the sender's slices."""
         bytes_read: Counter[str] = Counter()
         for part in self.sender.slices if self.sender else ():
             expected, tensor = self.weights.dtype_of(part.name), parameters.get(part.param)
@@ -260,7 +235,7 @@ class Publisher:
         return None
 
     def _memory_fault(self) -> str | None:
-        """Host memory that is missing for what is kept aside. All ranks of a node need about as much at once."""
+        """Describes a lack of host memory for staging. All ranks of a node need about as much at once."""
         if not self.is_atomic or self._staging_device().type == "cuda":
             return None
         needed, free = self.ranks_per_node * self.executor.bytes_arriving, free_host_bytes()
@@ -277,20 +252,20 @@ class Publisher:
         free, _ = torch.cuda.mem_get_info(self._device)
         return self._device if free > self.executor.bytes_arriving + SPARE_BYTES else torch.device("cpu")
 
-    def _receive_aside(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Message index -> its buffer, of all that arrives from other ranks, verified."""
+    def _stage(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Receives and verifies all messages from other ranks; returns message index -> buffer."""
         device, staged = self._staging_device(), {}
 
-        def keep(message: Message, flat: Tensor) -> None:
+        def stage(message: Message, flat: Tensor) -> None:
             staged[message.index] = flat.to(device)
 
-        self._compare(self.executor.run(parameters, keep, include_local=False))
+        self._compare(self.executor.run(parameters, stage, include_local=False))
         return staged
 
     def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
-        """Writes every message into the engine, as it arrives or from `staged`, which it empties; returns the fault."""
-        read_back: list[tuple[Message, Tensor]] = []  # transfers of each message that read back differently
-        errors: list[str] = []  # kept until all rounds are over, as peers wait for them
+        """Writes every message into the engine, on arrival or from `staged`, which it empties; returns the fault."""
+        read_back: list[tuple[Message, Tensor]] = []  # message, number of transfers that read back differently
+        errors: list[str] = []  # reported after all rounds, as peers wait for them
 
         def write(message: Message, flat: Tensor) -> None:
             if self.receiver and not errors:
@@ -306,15 +281,15 @@ class Publisher:
                 flat = staged.pop(message.index, None)
                 write(message, self.executor.pack(message, parameters) if flat is None else flat.to(self._device))
         if not errors and read_back:
-            counts = torch.stack([count for _, count in read_back]).tolist()  # one wait for the device
+            counts = torch.stack([count for _, count in read_back]).tolist()  # synchronizes the device once
             wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
             if wrong:
                 return f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"
         return errors[0] if errors else None
 
-    def _compare(self, sums: BucketChecksums) -> None:
-        """Raises CheckFailed, on all ranks, when a message did not arrive as it was sent."""
-        sent, received = self.transport.sum(torch.stack([sums.sent, sums.received]))
+    def _compare(self, checksums: Tensor) -> None:
+        """Raises CheckFailed, on all ranks, if a message did not arrive as it was sent."""
+        sent, received = self.transport.sum(checksums)
         changed = set((sent != received).nonzero().flatten().tolist())
         if not changed:
             return
@@ -327,7 +302,7 @@ class Publisher:
         )
 
     def _seal(self) -> str | None:
-        """Names and sizes loaded that differ from those this rank keeps."""
+        """Describes tensors whose loaded elements differ from those that this rank keeps."""
         if self.receiver is None:
             return None
         try:
@@ -341,17 +316,17 @@ class Publisher:
         return f"tensors loaded differ from those expected: {', '.join(wrong[:4])}" if wrong else None
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
-        sent = (self.weights.moved_slices(self.sender.slices) if self.sender else [], parameters)
+        sent = self.weights.moved_slices(self.sender.slices) if self.sender else []
         received = ([], torch.zeros(0, dtype=torch.int64, device=self._device))
         if self.receiver:
             received = (self.receiver.slices, self.receiver.positional_checksums())
-        self.placement.compare(self.transport, sent, received)
+        self.placement.compare(self.transport, (sent, parameters), received)
 
     def _check_probe(self) -> None:
-        """Both sides score the probe; all ranks refuse when one replica is off."""
+        """Scores the probe on both sides. Raises CheckFailed, on all ranks, if one replica exceeds the bounds."""
         if (probe := self.probe) is None:
             return
-        worst = (0.0, 0.0)
+        worst = (0.0, 0.0)  # largest and mean difference of this rank
         trainer = probe.trainer(probe.tokens_NL).double().cpu() if self.sender else None
         trainer = next(scores for scores in self.transport.gather(trainer) if scores is not None)
         if self.receiver:
@@ -367,7 +342,7 @@ class Publisher:
             )
 
     def _agree(self, problem: str | None) -> None:
-        """Raises CheckFailed on every rank as soon as one has a problem."""
+        """Raises CheckFailed on every rank if any has a problem."""
         flag = torch.tensor(int(problem is not None), device=self._device)
         if int(self.transport.sum(flag)):
             problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.transport.gather(problem)) if text]
@@ -376,7 +351,7 @@ class Publisher:
 
 @contextmanager
 def _stating(outcome: str) -> Iterator[None]:
-    """Adds to a CheckFailed in which state it leaves the engine."""
+    """Appends the resulting state of the engine to a CheckFailed."""
     try:
         yield
     except CheckFailed as error:

@@ -1,11 +1,11 @@
-"""Who sends what to whom: a sender for every transfer group, layer, expert and node.
+"""Assigns a sender to every transfer group, layer, expert and node.
 
-A rank takes from itself what it holds, else from a rank of its node that holds it, else over the network. What
-several ranks of a node lack crosses the network once: one of them receives it and relays it to the others. Holders
-take turns, and so do the ranks that relay.
+A rank copies locally what it already has, otherwise receives it from a rank of its node that has it, otherwise over
+the network. Data that several ranks of a node lack crosses the network once: one of them receives it and relays it to
+the others. Holders take turns, and so do the ranks that relay.
 
-Every node goes through the model in the order of its layers, but each begins elsewhere, so that at any time all
-pipeline stages are read from: `position` counts from where the receiver begins.
+Every node goes through the model in the order of its layers, but each begins at another layer, so that all pipeline
+stages send at any time: `position` counts from the layer where the receiver begins.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """The repetitions of a transfer group over layers and experts: arrays over them."""
+    """The repetitions of a transfer group over layers and experts, as arrays."""
 
     layer: Ints
     expert: Ints  # -1: none
-    position: Ints  # elements of a replica before it, in the order of the engine's layers
-    turn: Ints  # a number that differs between instances of the same holders
+    position: Ints  # number of the replica's elements before it, in the order of the engine's layers
+    turn: Ints  # differs between instances of the same holders
     key: Ints  # row of `Placement.holders`
     part: Ints  # expert-parallel rank of the engine that keeps it
 
 
 class Placement(Protocol):
-    """What moves, who holds it and who keeps it. Groups go by their index in `groups`."""
+    """What moves, which ranks hold it and which keep it. Groups are given by their index in `groups`."""
 
     groups: list[TransferGroup]
     world: int
     ranks_per_node: int
     receivers: list[int]  # ascending
-    lanes: int  # places at which ranks of one node begin; they repeat after `period` ranks
+    lanes: int  # number of layers at which ranks of one node begin; they repeat after `period` ranks
     period: int
     layer_starts: Ints  # positions, ascending
     total: int  # elements of a replica
 
     def instances(self, group: int) -> Instances: ...
     def holders(self, group: int) -> Ints:
-        """[keys, holders] ranks."""
+        """Returns the ranks that have the group, [keys, holders]."""
         ...
 
     def keepers(self, group: int, part: int) -> Sequence[int]: ...
@@ -68,8 +68,8 @@ class Hops:
     expert: Ints
     sender: Ints
     receiver: Ints
-    position: Ints  # from where the receiver begins
-    relay_hop: Ints  # ascending
+    position: Ints  # counted from the layer where the receiver begins
+    relay_hop: Ints  # index of the first hop, ascending
     relay_receiver: Ints
 
 
@@ -116,12 +116,12 @@ class _Collector:
         instances: tuple[Ints, Ints, Ints],  # layer, expert, position of each
         holders: Ints,  # [instances, holders]
         keepers: Sequence[int],  # on one node
-        turn: Ints,  # [instances] whose turn it is to send and to relay
+        turn: Ints,  # [instances] counts up, to alternate senders and relaying ranks
     ) -> None:
         count, ranks = holders.shape[1], np.array(keepers)
         near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
         is_near, first = near.any(1), ranks[turn % len(ranks)]
-        # the next in turn, of those on the node where there are any
+        # the next holder in turn, one on the node if there is any
         order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
         sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
         for keeper in keepers:
@@ -134,7 +134,7 @@ class _Collector:
             self._count += len(direct)
 
     def finish(self, offsets: Ints, total: int) -> Hops:
-        """`offsets` [world]: the position at which each rank begins."""
+        """`offsets` [world]: the position where each rank begins."""
         group, layer, expert, position, sender, receiver = (_joined(self._hops, column) for column in range(6))
         position = (position - offsets[receiver]) % total
         order = np.argsort(position, kind="stable")

@@ -1,9 +1,9 @@
-"""Two sides' slices intersected: regions of HF tensors, grouped by who holds and who keeps them.
+"""Intersects the slices of trainer and engine: regions of HF tensors, grouped by their senders and receivers.
 
     (coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
 
-With a table a coordinate is a rank's place along the axis that splits the tensor and names are templates, so one
-layer of each kind is intersected, once for all its repetitions. With recorded slices a coordinate is a rank.
+With tables, a coordinate is a rank along the axis that splits the tensor, and names are templates: one layer of each
+kind is intersected, once for all layers. With recorded slices, a coordinate is a rank of the world.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """[start, start + shape) of one HF tensor, and the slices it lies in on either side, by coordinate."""
+    """[start, start + shape) of one HF tensor, and the slices of both sides that contain it, by coordinate."""
 
     name: str
     start: tuple[int, ...]
@@ -37,11 +37,11 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """Overlaps that move together: any coordinate of `sources` can send them, all of `destinations` keep them."""
+    """Overlaps that move together, from any coordinate of `sources` to all of `destinations`."""
 
     overlaps: tuple[Overlap, ...]
     unit: int  # order within a layer
-    repeats: int = 1  # of the overlaps: for so many consecutive experts
+    repeats: int = 1  # number of consecutive experts
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -63,19 +63,22 @@ def transfer_groups(
     max_numel: int,
     is_expert: bool = False,
 ) -> list[TransferGroup]:
-    """Groups of at most `max_numel` elements, cut along dim 0 where necessary; a single row may be more.
+    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger.
 
-    `is_expert`: all tensors of an expert form one unit, else each tensor is one.
-    Raises ValueError naming the tensor when the sources overlap, or do not cover a destination.
+    `is_expert`: all tensors of an expert form one unit; otherwise each tensor is a unit.
+    Raises ValueError naming the tensor if the sources overlap, or do not cover a destination.
     """
     senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
     groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
     for unit, (name, rectangles) in enumerate(receivers.items()):
-        _refuse_overlaps(name, senders.get(name, {}))
+        for one, other in combinations(senders.get(name, {}), 2):
+            if intersect(one, other) is not None:
+                shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
+                raise ValueError(f"{name}: two source rectangles overlap, {shown}")
         for overlap in _overlaps(name, senders.get(name, {}), rectangles):
             key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
             groups.setdefault(key, []).append(overlap)
-    return [group for (unit, *_), overlaps in groups.items() for group in _cut(overlaps, unit, max_numel)]
+    return [group for (unit, *_), overlaps in groups.items() for group in _split(overlaps, unit, max_numel)]
 
 
 def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
@@ -94,19 +97,12 @@ def _by_rectangle(
     return by_name
 
 
-def _refuse_overlaps(name: str, rectangles: Iterable[Rectangle]) -> None:
-    for one, other in combinations(rectangles, 2):
-        if intersect(one, other) is not None:
-            shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
-            raise ValueError(f"{name}: two source rectangles overlap, {shown}")
-
-
 def _overlaps(
     name: str,
     sources: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
     destinations: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
 ) -> Iterator[Overlap]:
-    # a coordinate that keeps a region twice has it in a second entry
+    # a coordinate that keeps a region twice is in two entries
     regions: dict[tuple[Rectangle, int], tuple[dict[int, ShardSlice], dict[int, ShardSlice]]] = {}
     for wanted, keepers in destinations.items():
         covered = 0
@@ -127,7 +123,7 @@ def _overlaps(
         yield Overlap(name, start, shape, dict(sorted(senders.items())), receivers)
 
 
-def _cut(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[TransferGroup]:
+def _split(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[TransferGroup]:
     if sum(overlap.numel for overlap in overlaps) <= max_numel:
         yield TransferGroup(tuple(overlaps), unit)
         return
@@ -135,5 +131,5 @@ def _cut(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[Tra
         start, shape = overlap.start, overlap.shape
         rows = max(1, max_numel // max(1, prod(shape[1:])))
         for first in range(0, shape[0], rows):
-            part = ((start[0] + first, *start[1:]), (min(rows, shape[0] - first), *shape[1:]))
-            yield TransferGroup((replace(overlap, start=part[0], shape=part[1]),), unit)
+            region = {"start": (start[0] + first, *start[1:]), "shape": (min(rows, shape[0] - first), *shape[1:])}
+            yield TransferGroup((replace(overlap, **region),), unit)

@@ -19,11 +19,12 @@ from family_ranks import in_bf16, round_trip
 from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
+from megarl.config.schema import Rollout
 from megarl.launch.checks import probe_tokens, score_rows
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.engine import Engine
 from megarl.trainer.bridged import Bridged, record
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
@@ -141,9 +142,17 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     bench.close()
     rank, folder = dist.get_rank(), bench.saved(model)
     shape = replace(read_model(folder), bridge=folder)
-    spec = EngineSpec(str(folder), (1,), 16, 64, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+    rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=64, cpu_kv_cache_gb=0.1)
     env = Env(rank, WORLD, rank, WORLD, job_id="bridge")
-    engine = Engine.start(spec, env, shapes=hf_shapes(shape), fp32=fp32_tensors(shape))
+    engine = Engine.start(
+        folder,
+        rollout,
+        env,
+        stop_token_ids=(1,),
+        dtype=torch.float32,
+        shapes=hf_shapes(shape),
+        fp32=fp32_tensors(shape),
+    )
     policy = bench.policy(model, config_of(parallel), shape)
     tokens_NL = probe_tokens(shape.vocab, length=24)
     trainer = partial(score_rows, policy.trainer)
@@ -155,7 +164,7 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
     )
-    publisher = Publisher.connect(
+    publisher = Publisher(
         plan,
         WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
         engine.receiver,

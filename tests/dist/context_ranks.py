@@ -1,6 +1,6 @@
 """One job of gloo ranks that takes one update in many layouts; rank 0 writes how far each is from plain transformers.
 
-python context_ranks.py RESULTS.json WORLD [CHECK ...]      (one launch for all that test_context.py asks of a world)
+python context_ranks.py RESULTS.json WORLD CHECK ...      (one launch for all that test_context.py asks of a world)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -63,6 +64,20 @@ SPARSE: dict[int, list[Sizes]] = {
     ],
     8: [{"tensor": 2, "pipeline": 2, "expert": 2}, {"tensor": 2, "context": 2, "expert": 4, "pipeline": 2}],
 }
+# of four ranks: context with every other axis; the others are those of test_trainer.py and of the checks below
+FEW_DENSE: list[Sizes] = [
+    {},
+    {"context": 4},
+    {"tensor": 2, "context": 2},
+    {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+]
+FEW_SPARSE: list[Sizes] = [
+    {},
+    {"tensor": 2, "context": 2},
+    {"tensor": 2, "expert": 4},
+    {"context": 4, "expert": 4},
+    {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+]
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
 
@@ -275,12 +290,12 @@ def check_layouts(
 MOE = {"aux_loss": 0.1, "z_loss": 0.02}
 
 
-def check_dense(bench: Bench) -> list[dict[str, Any]]:
-    return check_layouts(bench, "qwen3@4", DENSE[bench.world], random_batch(num_rows=8))
+def check_dense(bench: Bench, layouts: list[Sizes] | None = None) -> list[dict[str, Any]]:
+    return check_layouts(bench, "qwen3@4", layouts or DENSE[bench.world], random_batch(num_rows=8))
 
 
-def check_sparse(bench: Bench) -> list[dict[str, Any]]:
-    return check_layouts(bench, "qwen3_moe@4", SPARSE[bench.world], random_batch(num_rows=8), moe=MOE)
+def check_sparse(bench: Bench, layouts: list[Sizes] | None = None) -> list[dict[str, Any]]:
+    return check_layouts(bench, "qwen3_moe@4", layouts or SPARSE[bench.world], random_batch(num_rows=8), moe=MOE)
 
 
 def check_plans(bench: Bench) -> list[dict[str, Any]]:
@@ -351,6 +366,8 @@ def check_recompute(bench: Bench) -> list[dict[str, Any]]:
 
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
+    "few_dense": partial(check_dense, layouts=FEW_DENSE),
+    "few_sparse": partial(check_sparse, layouts=FEW_SPARSE),
     "dense": check_dense,
     "sparse": check_sparse,
     "plans": check_plans,
@@ -375,6 +392,6 @@ if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         mp.spawn(
             work,
-            (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:] or list(CHECKS)),
+            (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:]),
             int(sys.argv[2]),
         )

@@ -1,6 +1,8 @@
-"""Every family in every layout that it has to run in, on WORLD gloo ranks; rank 0 writes what they found as JSON.
+"""Every family in the layouts that it has to run in, on gloo ranks; rank 0 writes what they found as JSON.
 
-python family_ranks.py RESULTS.json WORLD       4 ranks: every pair of a family and a layout; 8: all axes at once
+python family_ranks.py RESULTS.json each_once       4 ranks: every family and every layout, once at least
+python family_ranks.py RESULTS.json every           4 ranks: every pair of a family and a layout
+python family_ranks.py RESULTS.json all_axes        8 ranks: all axes at once
 """
 
 from __future__ import annotations
@@ -29,11 +31,30 @@ SPARSE = ["qwen3_moe@5", "mixtral@5", "deepseek_v3@5", "deepseek_v3_direct@5", "
 DENSE_LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}]
 SPARSE_LAYOUTS = [*DENSE_LAYOUTS, {"expert": 2}, {"tensor": 2, "expert": 2}, {"tensor": 2, "expert_tensor": 2}]
 GPT_OSS = [*SPARSE_LAYOUTS[:5], {"context": 2, "expert": 2}]  # Megatron's biased experts are not split among ranks
+WORLDS = {"each_once": 4, "every": 4, "all_axes": 8}  # ranks
 ALL_AXES = {"tensor": 2, "pipeline": 2, "expert": 2}
 
 
-def layouts(world: int) -> list[tuple[str, dict[str, int]]]:
-    if world == 8:
+EACH_ONCE = [
+    ("llama@5", {"pipeline": 2, "virtual_pipeline": 2}),
+    ("qwen2@5", {"tensor": 2}),
+    ("qwen3@5", {"pipeline": 2}),
+    ("qwen3_untied@5", {"tensor": 2}),
+    ("qwen3_moe@5", {"tensor": 2, "expert": 2}),
+    ("mixtral@5", {"tensor": 2, "expert_tensor": 2}),
+    ("deepseek_v3@5", {"pipeline": 2, "virtual_pipeline": 2}),
+    ("deepseek_v3_direct@5", {"expert": 2}),
+    ("glm4_moe@5", {"tensor": 2}),
+    ("gpt_oss@5", {"context": 2, "expert": 2}),
+    ("gpt_oss@5", {"tensor": 2, "expert": 2}),
+    ("qwen3_yarn@5", {"tensor": 2}),
+]
+
+
+def layouts(which: str) -> list[tuple[str, dict[str, int]]]:
+    if which == "each_once":
+        return EACH_ONCE
+    if which == "all_axes":
         every = [(model, ALL_AXES) for model in [*SPARSE, "gpt_oss@5"]]
         return [*every, ("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
     dense = [(model, parallel) for model in DENSE for parallel in DENSE_LAYOUTS]
@@ -62,11 +83,12 @@ def round_trip(policy: Policy) -> list[str]:
     return wrong + [name for name in after if name not in before]
 
 
-def round_trips_in_bf16(bench: Bench, world: int) -> dict[str, list[str]]:
+def round_trips_in_bf16(bench: Bench, which: str) -> dict[str, list[str]]:
     """The layout that shards most, with router corrections left in fp32."""
-    parallel = ALL_AXES if world == 8 else {"tensor": 2, "expert": 2}
+    parallel = ALL_AXES if which == "all_axes" else {"tensor": 2, "expert": 2}
+    models = ["deepseek_v3@5"] if which == "each_once" else SPARSE
     return {
-        model: round_trip(bench.policy(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in SPARSE
+        model: round_trip(bench.policy(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in models
     }
 
 
@@ -92,11 +114,11 @@ def in_bf16(bench: Bench, model: str) -> str:
     return folder.name
 
 
-def work(rank: int, results: str, folder: str, world: int) -> None:
-    bench, start = join(rank, world, folder), perf_counter()
-    found = {"layouts": measure(bench, layouts(world), round_trip), "bf16": round_trips_in_bf16(bench, world)}
+def work(rank: int, results: str, folder: str, which: str) -> None:
+    bench, start = join(rank, WORLDS[which], folder), perf_counter()
+    found = {"layouts": measure(bench, layouts(which), round_trip), "bf16": round_trips_in_bf16(bench, which)}
     if rank == 0:
-        print(f"{len(layouts(world))} layouts: {perf_counter() - start:.1f} s", flush=True)
+        print(f"{len(layouts(which))} layouts: {perf_counter() - start:.1f} s", flush=True)
         Path(results).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -106,4 +128,4 @@ if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         for name in [*DENSE, *SPARSE, "gpt_oss@5", "qwen3_yarn@5"]:
             save_model(name, Path(scratch))
-        mp.spawn(work, (sys.argv[1], scratch, int(sys.argv[2])), int(sys.argv[2]))
+        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2]), WORLDS[sys.argv[2]])

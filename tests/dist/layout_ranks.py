@@ -25,8 +25,8 @@ from megarl.types import Prompt
 WORLD = 4
 SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
 LAYOUTS = {
-    "dense": ["1", "tp2", "pp2", "cp2", "tp2,pp2", "pp2,vpp2"],
-    "moe": ["1", "tp2", "ep2", "tp2,ep2", "pp2,ep2"],
+    "dense": ["1", "tp2", "cp2", "pp2,vpp2"],
+    "moe": ["1", "tp2", "pp2,ep2"],
 }
 
 

@@ -55,7 +55,7 @@ def sync(arguments: list[str]) -> dict:
     if rank >= fleet.first_receiver:
         table = engine_slices(shape, fleet.engine_layout(rank))
         receiver = Memory(table)
-    publisher = Publisher.connect(
+    publisher = Publisher(
         plan_of(config, shape, fleet, style="local"),
         sender,
         receiver,

@@ -23,13 +23,14 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.config.schema import Rollout
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_slices
 from megarl.models.registry import hf_shapes, megatron_slices, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine, EngineSpec
+from megarl.rollout.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
@@ -193,9 +194,11 @@ class Launch:
         dist.barrier()
         self.shape = read_model(home)
         self.reference = Reference(home, self.shape)
-        spec = EngineSpec(str(home), (1,), 16, 256, torch.float32, tensor=tensor, cpu_kv_cache_gb=0.1)
+        rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
-        self.engine = Engine.start(spec, env, shapes=self.reference.shapes)
+        self.engine = Engine.start(
+            home, rollout, env, stop_token_ids=(1,), dtype=torch.float32, shapes=self.reference.shapes
+        )
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
     def connect(
@@ -233,7 +236,7 @@ class Launch:
             )
         table = engine_slices(self.shape, fleet.engine_layout(self.rank))
         bound = 1e-4
-        return Publisher.connect(
+        return Publisher(
             plan,
             WeightSender(self.slices, lambda: self.held),
             self.engine.receiver,
@@ -295,7 +298,7 @@ def syncs(launch: Launch) -> dict:
 
 def torn(launch: Launch, parallel: Parallel) -> dict:
     """Bytes that change on their way: the engine goes on with its old weights; without staging it has none left."""
-    held, seen = launch.engine.version, {}
+    held, seen = launch.engine.receiver.version, {}
     assert held is not None
     before = launch.sample(held)
     launch.reference.change(97)

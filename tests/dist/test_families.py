@@ -15,13 +15,27 @@ pytestmark = pytest.mark.long
 PROGRAM = Path(__file__).with_name("family_ranks.py")
 
 
-@pytest.fixture(scope="module", params=[4, 8], ids="{}_ranks".format)
+EVERY = [pytest.param(case, marks=pytest.mark.exhaustive) for case in ("every", "all_axes")]
+
+
+@pytest.fixture(scope="module", params=["each_once", *EVERY])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("families") / "results.json"
-    command = [sys.executable, "-W", "ignore", PROGRAM, results, str(request.param)]
+    command = [sys.executable, "-W", "ignore", PROGRAM, results, request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(results.read_text())
+    found = json.loads(results.read_text())
+    for name, case in each(found):
+        print(f"{name}: log-probs differ by {case['logprob_error']:.1e}, losses and norms {case['steps']}")
+    return found
+
+
+def test_each_once_leaves_out_no_family_and_no_layout() -> None:
+    from family_ranks import layouts
+
+    once, every = layouts("each_once"), layouts("every")
+    for item in (0, 1):
+        assert {str(case[item]) for case in once} == {str(case[item]) for case in every}
 
 
 def test_logprobs_are_those_of_transformers(found: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ class Case:
             self.fill(full)
         if rank >= fleet.first_receiver:
             self.engine = Memory(engine_slices(SHAPE, fleet.engine_layout(rank)))
-        self.publisher = Publisher.connect(
+        self.publisher = Publisher(
             plan_transfers(SHAPE, fleet, padded_vocab=padded, itemsize=4, round_bytes=ROUND, style="local"),
             self.sender,
             self.engine,
@@ -203,7 +203,7 @@ def torn_relay(full: Mapping[str, Tensor]) -> dict:
     case.publisher.publish(version=1)
     new = weights(4)
     case.fill(new)
-    received = [m for messages in case.publisher.plan.lower(3).rounds for m in messages if m.receiver == 3]
+    received = [m for messages in case.publisher.plan.lower(3) for m in messages if m.receiver == 3]
     relay = next(m for m in received if m.sender == 2 and m.is_relay)
     case.transport.trace.clear()
     case.transport.flips = (relay.round, 2, 3)

@@ -74,6 +74,7 @@ def cases(which: str) -> dict[str, list[str]]:
         return {name: [f"train.steps={STEPS}", *overrides] for name, overrides in LEARNING.items()}
     presets = {name: [f"algorithm.preset={name}"] for name in PRESETS}
     options = presets | OPTIONS | {f"{name}_resumed": OPTIONS[name] for name in RESUMED}
+    options["learns"] = [*LEARNING["grpo"], f"train.steps={STEPS}"]
     options = {name: options[name] for name in SPREAD} if which == "spread" else options
     return {name: ["train.steps=2", *overrides] for name, overrides in options.items()}
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S, RUNNING_S = 25.0, 5.0  # a kill comes within START_S of the start, or within RUNNING_S of the first new step
+START_S = 25.0  # one kill in five comes within this time of the start; the others within the second new step
 
 
 def command(folder: Path, name: str, config: str, overrides: list[str]) -> list[str]:
@@ -40,13 +40,16 @@ def kill_once(folder: Path, name: str, config: str, overrides: list[str], draw: 
     before = steps(metrics)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command(folder, name, config, overrides), cwd=ROOT, **quiet)
-    began, left = time.monotonic(), draw.uniform(0, START_S) if draw.random() < 0.2 else None
-    while process.poll() is None:
-        if left is None and steps(metrics) != before:
-            began, left = time.monotonic(), draw.uniform(0, RUNNING_S)
-        if left is not None and time.monotonic() > began + left:
-            break
-        time.sleep(0.02)
+    began, part = time.monotonic(), draw.random()
+    if draw.random() < 0.2:
+        while process.poll() is None and time.monotonic() < began + part * START_S and len(new(metrics, before)) < 2:
+            time.sleep(0.005)
+    else:  # after two new steps, and a random part of the time that a step takes
+        first = None
+        while process.poll() is None and len(new(metrics, before)) < 2:
+            first = first or (time.monotonic() if new(metrics, before) else None)
+            time.sleep(0.005)
+        time.sleep(part * (time.monotonic() - (first or began)))
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     children = [int(pid) for pid in ranks.read_text().split()] if ranks.exists() else []
     victim = draw.choice([process.pid, *children])
@@ -67,6 +70,11 @@ def steps(metrics: Path) -> Counter[str]:
         return Counter()
     lines = metrics.read_text().splitlines()
     return Counter(str(json.loads(line)["step"]) for line in lines if line.endswith("}"))
+
+
+def new(metrics: Path, before: Counter[str]) -> Counter[str]:
+    """Steps written since `before`; a resumed run takes some of them again."""
+    return steps(metrics) - before
 
 
 def main(folder: Path, seed: int, kills: int, config: str, overrides: list[str]) -> bool:

@@ -54,13 +54,25 @@ def test_resume(tmp_path: Path) -> None:
     assert not all(torch.equal(whole[name], fresh[name]) for name in whole), "the comparison above would prove nothing"
 
 
-@pytest.mark.long
-def test_killed_five_times(tmp_path: Path) -> None:
+def kill(folder: Path, kills: int, *values: str) -> None:
     """With -9, wherever it is: the launcher or a rank, most often while a checkpoint is being written."""
-    values = ["parallel.tensor=2", "parallel.pipeline=2", "launch.processes=4", "train.steps=16", "checkpoint.every=1"]
-    values += ["train.prompts_per_step=8", "model.create.layers=2", "train.warmup_steps=2", "train.schedule=cosine"]
-    command = [sys.executable, "tests/e2e/kills.py", str(tmp_path), "5", "5", "configs/quickstart_sft.yaml", *values]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
+    common = ["checkpoint.every=1", "train.prompts_per_step=8", "model.create.layers=2"]
+    common += ["train.warmup_steps=2", "train.schedule=cosine"]
+    command = [sys.executable, "tests/e2e/kills.py", str(folder), "5", str(kills), "configs/quickstart_sft.yaml"]
+    done = subprocess.run([*command, *common, *values], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "bit-identical: True" in done.stdout and done.stdout.count("kill ") == 5
+    assert "bit-identical: True" in done.stdout and done.stdout.count("kill ") == kills
     assert "too late" not in done.stdout, done.stdout
+
+
+@pytest.mark.long
+def test_killed_once(tmp_path: Path) -> None:
+    kill(tmp_path, 1, "parallel.tensor=2", "train.steps=6")
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_killed_five_times(tmp_path: Path) -> None:
+    kill(tmp_path, 5, "parallel.tensor=2", "parallel.pipeline=2", "launch.processes=4", "train.steps=24")

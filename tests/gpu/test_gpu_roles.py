@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.config.schema import Config, Train
+from megarl.config.schema import Config, Rollout, Train
 from megarl.layout import Axis, Layout
 from megarl.models.registry import read_model
 from megarl.platform.env import Env
@@ -39,7 +39,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     from sync_ranks import CONFIGS, SIZES, Request, holder
 
     from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
-    from megarl.rollout.engine import Engine, EngineSpec
+    from megarl.rollout.engine import Engine
     from megarl.types import Prompt
     from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
     from megarl.weights.transports.inprocess import InProcess
@@ -51,10 +51,11 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     model_config.save_pretrained(folder)
     shape = read_model(Path(folder))
     shapes = hf_shapes(shape)
-    spec = EngineSpec(
-        folder, (1,), 16, 256, torch.bfloat16, gpu_memory_utilization=0.3, enforce_eager=True, sleep=level
+    rollout = Rollout(
+        max_tokens=16, max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True, sleep_level=level
     )
-    engine = Engine.start(spec, Env(job_id="sleep"), shapes=shapes)
+    options = {"stop_token_ids": (1,), "dtype": torch.bfloat16, "shapes": shapes}
+    engine = Engine.start(Path(folder), rollout, Env(job_id="sleep"), **options)
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
@@ -63,7 +64,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     format_ = WeightFormat(shapes, torch.bfloat16)
     plan = plan_slices(format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20)
     sender = WeightSender(slices, lambda: held)
-    publisher = Publisher.connect(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)
+    publisher = Publisher(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
 
     def answers(version: int) -> list[tuple[list[int], list[float]]]:

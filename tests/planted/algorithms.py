@@ -143,13 +143,13 @@ ALGORITHMS = [
         "algorithms/corrections.py",
         "gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta",
         "gap.rows.mean(gap.logprobs_T - gap.old_logprobs_T) > delta",
-        f"{GOLDEN}::test_entries[basic-f64]",
+        f"{FORMULAS}::test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood",
     ),
     (
         "algorithms/selection.py",
         "(advantages_T - advantages_T.sum() / num_tokens)",
         "advantages_T",
-        f"{GOLDEN}::test_entries[basic-f64]",
+        f"{FORMULAS}::test_selection_is_by_covariance_about_both_means",
     ),
     (
         "algorithms/kl.py",

@@ -158,7 +158,7 @@ BATCHES = [
         "rewards/rules.py",
         'text = response.rpartition("</think>")[2]',
         "text = response",
-        f"{RULES}::test_final_answer_takes_braces_that_balance",
+        f"{RULES}::test_accuracy",
     ),
     (
         "rewards/scorer.py",

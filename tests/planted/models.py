@@ -72,7 +72,7 @@ MODELS = [
         "models/engine.py",
         "for part in sorted(loaded ^ expected, key=str):",
         "for part in sorted(loaded - expected, key=str):",
-        f"{ENGINE}::test_loaders_that_do_otherwise_are_named",
+        f"{ENGINE}::test_loaders_that_differ_are_named",
     ),
     (
         "weights/checksum.py",

@@ -110,7 +110,7 @@ SYSTEM = [
         "jail/sandbox.py",
         "if missing and self.limits.strict:",
         "if False:",
-        f"{JAIL}::test_a_machine_that_cannot_limit_is_refused_or_warned_of",
+        f"{JAIL}::test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out",
     ),
     (
         "launch/exit_codes.py",

@@ -119,7 +119,7 @@ TRAINER = [
     ),
     (
         "trainer/moe.py",
-        "aux = (over.weight_R * balance_R).sum()",
+        "aux = (balance_rows.weight_R * balance_R).sum()",
         "aux = balance_R.mean()",
         f"{ROUTERS}::test_the_gradient_of_the_routers_is_that_of_the_weighed_sum",
     ),
@@ -131,8 +131,8 @@ TRAINER = [
     ),
     (
         "trainer/logprobs.py",
-        "constant_C = given_T[at] + of_entropy_C * entropy_T[at]",
-        "constant_C = given_T[at]",
+        "constant_C = grad_T[tokens] + grad_entropy_C * entropy_T[tokens]",
+        "constant_C = grad_T[tokens]",
         f"{LOGPROBS}::test_values_and_gradients",
     ),
     (

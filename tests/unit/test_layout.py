@@ -64,5 +64,5 @@ def test_virtual_chunks_go_round_the_ranks():
 
 
 def test_a_chunk_without_layers_is_refused():
-    with pytest.raises(ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 4 chunks"):
+    with pytest.raises(ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 2 x 2 chunks"):
         stages(3, pipeline=2, virtual_pipeline=2)

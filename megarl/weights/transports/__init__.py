@@ -1,4 +1,4 @@
-"""How messages travel and how ranks agree: one contract, a file for each implementation."""
+"""How messages travel and how ranks agree: one protocol, one file per implementation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ __all__ = ["Transport"]
 class Transport(Protocol):
     """Every rank calls every method, in the same order."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world(self) -> int: ...
+    rank: int
+    world: int
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send the flat `outgoing[rank]` and fill the flat `incoming[rank]`; returns what waits for all of it."""
+        """Starts sending the flat `outgoing[rank]` and filling `incoming[rank]`; returns a function that waits."""
         ...
 
     def barrier(self, what: str) -> None:
-        """Wait for every rank to reach `what`. Raises CheckFailed naming those that do not, in time."""
+        """Waits for every rank to reach `what`. Raises CheckFailed naming those that do not arrive in time."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, on each of them."""
+        """Returns the sum over all ranks, on every rank."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """A small control value of every rank, by rank. Never weights."""
+        """Returns a small control value of every rank, by rank; never used for weights."""
         ...

@@ -1,7 +1,7 @@
 """Messages between the ranks of a torch.distributed group, point to point: NCCL on GPUs, gloo on CPUs.
 
-A rank that is gone or stuck is named: before a sync by a barrier through the store, within one by the peer of the
-transfer that did not end. A collective alone would only report a time-out.
+Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it, during a sync the
+peer of the transfer that did not end. A collective alone would only report a time-out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megarl.types import CheckFailed
 __all__ = ["Collective"]
 
 DIAGNOSIS_S = 10.0  # how long the survivors of a failed collective wait for each other
-_INSTANCES = count()  # of this process: every rank makes as many, in the same order
+_INSTANCES = count()  # every rank creates the same number of instances, in the same order
 
 
 class Collective:
-    """`group=None`: the whole world, whose ranks the plan counts. `timeout_s=None`: torch's own default."""
+    """Transport over `group`, by default the whole world. `timeout_s=None`: torch's default."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         self._group = group
@@ -42,13 +42,13 @@ class Collective:
         transfers = [(f"rank {peer} did not take", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
         transfers += [(f"rank {peer} did not send", dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
         operations = [
-            # as bytes: gloo and NCCL then need not know the dtype
+            # as bytes, so that gloo and NCCL need not support the dtype
             dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
             for _, kind, flat, peer in transfers
         ]
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
         faults = [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers]
-        if len(works) < len(faults):  # NCCL completes them all as one
+        if len(works) < len(faults):  # NCCL completes all of them at once
             faults = [" or ".join(faults)]
 
         def wait() -> None:
@@ -68,7 +68,7 @@ class Collective:
     def barrier(self, what: str, timeout: timedelta | None = None) -> None:
         timeout = timeout or self._timeout
         number = str(next(self._barriers))
-        verdict = f"{number}/verdict"  # set once, by the last to come or the first to give up; all ranks follow it
+        verdict = f"{number}/verdict"  # set once, by the last rank to arrive or the first to time out; final
         self._store.set(f"{number}/{self.rank}", "here")
         if self._store.add(f"{number}/count", 1) == self.world:
             self._store.compare_set(verdict, "", "all")
@@ -97,7 +97,7 @@ class Collective:
         return values
 
     def _run(self, collective: Callable[[], object]) -> None:
-        """The error of a failed collective names no rank, so the ranks that are left look for each other."""
+        """Runs a collective; if it fails, a barrier among the ranks that are left finds the absent ones."""
         try:
             collective()
         except RuntimeError as error:

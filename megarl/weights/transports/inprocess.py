@@ -1,4 +1,4 @@
-"""One process trains and samples: nothing travels and there is nobody to agree with."""
+"""The transport of a single process that trains and samples: no messages, no peers."""
 
 from __future__ import annotations
 

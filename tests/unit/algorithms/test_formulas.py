@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, WEIGHTS, whiten
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT, WEIGHTS, whiten
 
 F64 = torch.float64
 
@@ -270,3 +270,19 @@ def test_kl_far_away_is_finite(name, value):
     assert ours[0].item() == pytest.approx(value, rel=1e-6)
     ours.sum().backward()
     assert new.grad.isfinite().all() and ours.isfinite().all()
+
+
+def test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood():
+    """Rows of two tokens whose log-probs fell and rose by half a nat; the second token of each is negative."""
+    old = torch.full((4,), -2.0, dtype=F64)
+    new = old + torch.tensor([-0.5, -0.5, 0.5, 0.5], dtype=F64)
+    now = {"logprobs_T": new, "advantages_T": torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=F64)}
+    at = (old, old, torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4]))
+    assert CORRECTIONS["opsm"](*at, delta=0.1, **now).tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_selection_is_by_covariance_about_both_means():
+    logprobs_T, advantages_T = torch.tensor([-3.0, -1.0, -2.0, 9.0]), torch.tensor([3.0, 3.0, 5.0, 9.0])
+    mask_T = torch.tensor([True, True, True, False])
+    chosen_T = SELECT["kl_cov"](logprobs_T, logprobs_T, advantages_T, mask_T, share=0.3)
+    assert chosen_T.tolist() == [True, False, False, False]

@@ -160,11 +160,12 @@ def test_every_documented_key_is_there_with_its_default() -> None:
     ("text", "parts"),
     [
         ("train:\n  steps: 3\n  stepz: 4\n", ["c.yaml line 3", "train.steps"]),
-        ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is given twice", "line 2", "line 3"]),
+        ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is set twice", "line 2", "line 3"]),
         ("train:\n  steps: x\n", ["c.yaml line 2", "train.steps='x'"]),
         ("train: {steps: 3\nrun: 3", ["c.yaml", "not YAML"]),
         ("- a\n", ["contains a list"]),
         ("train: 3\n", ["train=3", "line 1"]),
+        ("run: {}\nrewards: [{weight: 1.0}]\n", ["rewards.0.name", "line 2"]),
     ],
 )
 def test_errors_in_a_file_name_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:

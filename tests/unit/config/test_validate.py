@@ -158,7 +158,7 @@ def test_model_directories(tmp_path: Path) -> None:
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
     with pytest.raises(ValueError, match=r"are both set"):
         model_shape(parse_config({"model": {"path": str(tmp_path), "create": {}}}))
-    with pytest.raises(ValueError, match=r"no model is set: give model\.path"):
+    with pytest.raises(ValueError, match=r"no model is set; set model\.path"):
         model_shape(Config())
 
 
@@ -178,7 +178,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"rope_parameters": {"rope_theta": -1}}, ["rope_parameters: rope_theta=-1"]),
         ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters has no 'factor'"]),
         ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token's id"]),
-        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "give head_dim"]),
+        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "set head_dim"]),
         ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
         ("qwen3_moe", MOE | {"num_experts_per_tok": None}, ["num_experts_per_tok=null"]),
     ],
@@ -196,7 +196,7 @@ def test_a_config_json_is_refused_by_file_key_and_value(
 
 def test_a_config_json_that_is_a_list_or_lacks_a_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json holds a list, not an object"):
+    with pytest.raises(ValueError, match=r"config\.json contains a list, not an object"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
@@ -224,7 +224,7 @@ def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypa
             model_shape(config)
     shape = model_shape(bridged(tmp_path, monkeypatch))
     assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (tmp_path, "mistral", 32, False)
-    with pytest.raises(ValueError, match="and name a folder with its weights"):
+    with pytest.raises(ValueError, match="and use a folder with weights"):
         parse_model(MISTRAL, "model.create")
 
 

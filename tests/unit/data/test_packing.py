@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from sample_rows import batch_of, sample
 
 from megarl.config.schema import Train
-from megarl.data.packing import ATTENTION_LENGTH, first_fit_decreasing, partition, plan_microbatches, plan_rows
+from megarl.data.packing import (
+    ATTENTION_LENGTH,
+    first_fit_decreasing,
+    microbatch_multiple,
+    partition,
+    plan_microbatches,
+    plan_rows,
+)
 from megarl.layout import Layout, Parallel
 
 lengths_st = st.lists(st.integers(1, 60), max_size=40)
@@ -92,6 +99,8 @@ def test_a_long_row_weighs_more_than_its_tokens():
 def test_interleaved_pipelines_get_a_multiple_of_their_stages():
     plan = plan_rows([8] * 10, dp=2, updates=1, max_tokens=16, multiple=4)
     assert [len(rank) for rank in plan[0]] == [4, 4]
+    sizes = [Parallel(pipeline=4), Parallel(pipeline=4, virtual_pipeline=2)]
+    assert [microbatch_multiple(Layout.of(size, 4, 0)) for size in sizes] == [1, 4]
 
 
 def lognormal(count: int, seed: int = 0) -> np.ndarray:

@@ -189,7 +189,6 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
     assert reward([ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
 
 
-@pytest.mark.long
 def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path, monkeypatch):
     """The jail without its system calls: strict runs nothing, best_effort runs and still counts."""
     crippled = tmp_path / "jail.py"

@@ -142,7 +142,7 @@ def test_messages_file_lists_what_crosses_ranks(tmp_path: Path) -> None:
     lowered = [
         [message.round, message.sender, message.receiver, plan.itemsize * message.numel]
         for rank in range(4)
-        for messages in plan.lower(rank).rounds
+        for messages in plan.lower(rank)
         for message in messages
         if message.sender == rank != message.receiver
     ]

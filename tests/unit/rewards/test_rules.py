@@ -20,6 +20,7 @@ from megarl.rewards.rules import accuracy, even_fraction, final_answer, format_t
         (r"first \boxed{3}, no: \boxed{x^{2}}", "x^2", 1.0),
         ("<think>it is 3</think> 4", "3", 0.0),
         ("<think>it is 3</think> <answer>4</answer>", "4", 1.0),
+        (r"<think>is it \boxed{3}?</think> 4", "3", 0.0),
         ("(1, 2)", "(1,2)", 1.0),
         ("", "17", 0.0),
         ("banana", "17", 0.0),

@@ -69,7 +69,7 @@ def test_accuracy_off_the_main_thread():
 def test_a_tasks_own_judge_off_the_main_thread():
     problem = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
     score = problem.extra["score"]
-    assert elsewhere(accuracy, {"response": problem.answer, "answer": problem.answer, "score": score}) == 1.0
+    assert elsewhere(accuracy, {"response": problem.answer, "answer": problem.answer, "score": score}, 60.0) == 1.0
 
 
 def test_a_worker_is_used_again_and_tells_what_was_raised():

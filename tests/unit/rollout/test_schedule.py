@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.schedule import Request, Rollouts, digest_samples, has_spread, request_seed
-from megarl.types import CheckFailed, Group, Prompt, Sample
+from megarl.rollout.schedule import Rollouts, digest_samples, has_spread, request_seed
+from megarl.types import CheckFailed, Group, Prompt, Request, Sample
 
 
 class Counting:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from megarl.rollout.schedule import Request
 from megarl.stages.evaluation import Evaluation, right
-from megarl.types import Prompt, Sample
+from megarl.types import Prompt, Request, Sample
 
 
 def sample(prompt_id: int = 0, **fields: Any) -> Sample:

