@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megarl.config.schema import Config
     from megarl.config.validate import Job
 
-__all__ = ["main"]
-
 EPILOG = """\
 A config is a YAML file; section.key=value arguments override its values:
   megarl train configs/quickstart.yaml train.steps=20 parallel.tensor=2

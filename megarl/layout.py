@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm, prod
 
-__all__ = ["Axis", "Layout", "Parallel", "smallest_world", "stage_layers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parallel:

@@ -33,11 +33,6 @@ from megarl.types import (
     TrainBatch,
 )
 
-__all__ = [
-    "Checkpoint", "Checks", "Evaluation", "Gate", "Learner", "Phases", "Prompts", "Record", "Rewards", "Rollouts",
-    "Sampler", "Telemetry", "Weights",
-]  # fmt: skip
-
 
 class Prompts(Protocol):
     """A resumable stream of prompts, the same on every rank."""

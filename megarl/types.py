@@ -13,12 +13,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = [
-    "FINISH", "CheckFailed", "Finish", "Group", "LogProbs", "Loss", "MicrobatchPlan", "MicrobatchRows",
-    "ObjectiveState", "Prompt", "PublishReport", "Request", "Rollout", "Sample", "ScoredBatch", "StepReport",
-    "TokenBatch", "TokenLosses", "TokenOutputs", "TrainBatch", "UpdateReport",
-]  # fmt: skip
-
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "abort")  # TrainBatch.finish indexes this
 

@@ -28,8 +28,6 @@ from torch import Tensor
 from megarl.algorithms.rows import Groups, Rows, at_least_fp32, clean
 from megarl.algorithms.whitening import whiten as whiten_tokens
 
-__all__ = ["ADVANTAGES", "returns"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Batch:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from megarl.algorithms.rows import Groups, Rows, clean
 
-__all__ = ["AGGREGATIONS", "WEIGHTS"]
-
 
 def _token_sum(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
     """1."""

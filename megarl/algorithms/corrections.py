@@ -19,8 +19,6 @@ from torch import Tensor
 
 from megarl.algorithms.rows import Rows, clean
 
-__all__ = ["CORRECTIONS"]
-
 LOG_RATIO_LIMIT = 20.0
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from megarl.algorithms.rows import at_least_fp32
 
-__all__ = ["KL", "adapt"]
-
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; only the exponent is limited
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from megarl.algorithms.rows import Rows, at_least_fp32, clean
 
-__all__ = ["CLIPPED", "LOSSES", "VALUE_LOSSES"]
-
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; beyond it a token has no gradient
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 

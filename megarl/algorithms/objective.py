@@ -39,8 +39,6 @@ from megarl.types import (
     TrainBatch,
 )
 
-__all__ = ["Objective", "loss_weights", "supervised_loss"]
-
 
 @dataclass(frozen=True)
 class Objective:

@@ -12,8 +12,6 @@ import torch
 
 from megarl.types import LogProbs, TrainBatch
 
-__all__ = ["Parity", "compare", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parity:

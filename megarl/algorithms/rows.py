@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "Rows", "at_least_fp32", "clean"]
-
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: fp32 for half precision, else `dtype`."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
 from megarl.algorithms.rows import clean
 
-__all__ = ["SELECT"]
-
 
 def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """(A - mean A)(l - mean l) over the True positions; -inf elsewhere."""

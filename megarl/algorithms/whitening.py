@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megarl.algorithms.rows import at_least_fp32, clean
 
-__all__ = ["Stats", "whiten", "whiten_stats"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:

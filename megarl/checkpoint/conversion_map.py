@@ -20,8 +20,6 @@ from torch import Tensor
 from megarl.models.shards import ShardSlice
 from megarl.weights.checksum import positional_checksum
 
-__all__ = ["ConversionMap", "OutputFile", "Source", "StoredTensors", "Target"]
-
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:

@@ -27,8 +27,6 @@ from megarl.checkpoint.hf_folder import copy_model_files
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
 
-__all__ = ["Conversion", "Converted"]
-
 READERS = 2  # threads
 AHEAD = READERS  # parameters that are read before they are written
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"

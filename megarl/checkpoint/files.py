@@ -16,8 +16,6 @@ from typing import Any
 
 from megarl.platform.atomic import write_atomic
 
-__all__ = ["Sums", "differences", "manifest", "prune", "steps", "sums", "write_manifest"]
-
 MANIFEST = "manifest.json"
 
 Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}

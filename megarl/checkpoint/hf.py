@@ -23,8 +23,6 @@ from megarl.weights.plan import SlicesByRank
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 
-__all__ = ["export_hf"]
-
 FILE_BYTES = 4 << 30
 ROUND_BYTES = 256 << 20  # received by a rank at a time
 

@@ -24,20 +24,6 @@ from megarl.models.headers import INDEX, read_headers
 from megarl.models.shards import ShardSlice
 from megarl.platform.atomic import write_atomic
 
-__all__ = [
-    "HfFile",
-    "HfFolder",
-    "HfTarget",
-    "copy_model_files",
-    "file_names",
-    "hf_source",
-    "lead_axis",
-    "row_blocks",
-    "split_by_size",
-    "view",
-    "write_index",
-]
-
 BLOCK_BYTES = 8 << 20
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code
 DTYPES = {

@@ -33,8 +33,6 @@ from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
-__all__ = ["Checkpoints", "Trained"]
-
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that every layout can read
 
 

@@ -40,8 +40,6 @@ from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, 
 from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
 from megarl.models.shards import ShardSlice
 
-__all__ = ["MegatronFolder", "MegatronTarget", "is_checkpoint", "load_weights", "stored_tensors"]
-
 
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()

@@ -21,8 +21,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megarl.checkpoint import files
 from megarl.types import CheckFailed
 
-__all__ = ["Writing"]
-
 
 class Writing:
     """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""

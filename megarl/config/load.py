@@ -24,8 +24,6 @@ from megarl.config.names import LOSS_BOUNDS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 
-__all__ = ["load_config", "parse_config", "resolved_yaml", "run_dir"]
-
 RENAMED = {  # key of an earlier version -> its present name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
     "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",

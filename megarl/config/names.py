@@ -5,11 +5,6 @@ Each dict maps the keys of the dict of the same name in `megarl.algorithms` to t
 
 from __future__ import annotations
 
-__all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "CLIPS", "CORRECTIONS", "GROUP_ADVANTAGES", "LOSSES", "LOSS_BOUNDS",
-    "NOT_IN_THE_LOOP", "SELECT", "TOKEN_ADVANTAGES",
-]  # fmt: skip
-
 _WHITENED = ("whiten", "std", "eps")
 _CLIP = ("clip_low", "clip_high")
 

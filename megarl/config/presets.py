@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PRESETS"]
-
 _TIS: dict[str, Any] = {"correction": "tis", "correction_options": {"cap": 2.0}}
 _CLIP: dict[str, Any] = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 _PPO: dict[str, Any] = {**_CLIP, **_TIS}

@@ -9,8 +9,6 @@ from megarl.config.schema import Create
 from megarl.models.family import Family
 from megarl.models.registry import FAMILIES
 
-__all__ = ["BOS", "EOS", "PAD", "SPECIAL", "UNK", "characters", "generation_config", "hf_config"]
-
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 

@@ -13,13 +13,6 @@ from pydantic.types import FiniteFloat, NonNegativeFloat, NonNegativeInt, Positi
 from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.layout import Parallel
 
-__all__ = [
-    "Algorithm", "Checkpoint", "Checks", "Config", "Create", "Eval", "KlTerm", "Launch", "Model", "Moe",
-    "Overlong", "ParallelSizes", "Precision", "Reward", "Rollout", "RunSection", "Sft", "Sync", "Task", "Telemetry",
-    "Train",
-]  # fmt: skip
-
-
 FiniteNonNegative = Annotated[FiniteFloat, Field(ge=0)]
 Options = dict[str, Any]
 

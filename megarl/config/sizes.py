@@ -6,8 +6,6 @@ from megarl.config.schema import Config
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.shape import ModelShape
 
-__all__ = ["check_cpu_engine", "check_gpu_trainer", "check_model"]
-
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
 

@@ -25,8 +25,6 @@ from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
-__all__ = ["Job", "check_config", "model_shape"]
-
 RESERVED = (  # keys that must have their defaults
     "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
     "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",

@@ -15,8 +15,6 @@ from torch import Tensor
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
 
-__all__ = ["collate", "supervised_batch", "token_batch"]
-
 
 def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
     """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""

@@ -20,8 +20,6 @@ from megarl.config.schema import Train
 from megarl.layout import Layout
 from megarl.types import MicrobatchPlan, TokenBatch, TrainBatch
 
-__all__ = ["first_fit_decreasing", "microbatch_multiple", "partition", "plan_microbatches", "plan_rows"]
-
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 

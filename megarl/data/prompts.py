@@ -15,8 +15,6 @@ from megarl.data.tasks import Source
 from megarl.data.tokenizer import Template, Tokenizer
 from megarl.types import Prompt
 
-__all__ = ["PromptStream"]
-
 log = logging.getLogger(__name__)
 
 MAX_SKIPS = 1000  # consecutive prompts that are too long

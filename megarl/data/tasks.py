@@ -22,8 +22,6 @@ from typing import Any, Literal
 from megarl.config.schema import Task
 from megarl.data.user_code import import_function, is_dotted
 
-__all__ = ["Problem", "Question", "Source", "Split", "check_task", "hash31", "load_task", "random_tokens"]
-
 Split = Literal["train", "eval"]
 Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
 

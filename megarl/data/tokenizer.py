@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from megarl.data.tasks import Question
 
-__all__ = ["HfTokenizer", "Template", "TokenIds", "Tokenizer", "load_tokenizer"]
-
 Template = Literal["chat", "plain"]
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["import_function", "is_dotted"]
-
 
 def is_dotted(name: str) -> bool:
     return ":" in name or "." in name

@@ -17,8 +17,6 @@ from torch import Tensor
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
 
-__all__ = ["probe_layers"]
-
 NUM_PROJECTIONS = 8
 
 

@@ -20,8 +20,6 @@ from megarl.layout import Layout, Parallel
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-__all__ = ["LayoutResult", "check_layouts", "compare", "parse_layout", "prompt_rows"]
-
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of hidden states, loss and gradient norm, relative to the largest
 AXES = {
     "tp": "tensor",

@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallResult", "Limits", "Run", "missing_limits", "run_calls", "run_program"]
-
 JAIL = Path(__file__).with_name("jailed.py")
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size

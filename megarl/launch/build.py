@@ -35,10 +35,6 @@ from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
 
-__all__ = [
-    "Rank", "export", "make_checkpoints", "make_prompts", "make_trainer", "open_rank", "rank_telemetry",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Rank:

@@ -17,8 +17,6 @@ from megarl.launch.preflight import preflight
 from megarl.layout import smallest_world
 from megarl.platform.env import Env
 
-__all__ = ["check_layouts_of"]
-
 USUAL = ("1", "tp2", "pp2", "cp2", "ep2", "tp2,pp2", "tp2,ep2", "pp2,ep2")
 
 

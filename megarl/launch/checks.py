@@ -16,8 +16,6 @@ from megarl.data.collate import token_batch
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, LogProbs, TrainBatch
 
-__all__ = ["Bound", "ParityGate", "parity_bound", "probe_tokens", "score_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bound:

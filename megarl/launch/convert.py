@@ -34,8 +34,6 @@ from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model
 from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
 
-__all__ = ["run_convert"]
-
 Format = Literal["megatron", "hf"]
 
 

@@ -19,11 +19,6 @@ from typing import Any
 
 from megarl.platform.atomic import write_atomic
 
-__all__ = [
-    "DEFECT", "DONE", "REFUSED", "STOPPED", "USER", "CurrentPhase", "Failure", "classify", "first_failure",
-    "prepare_run_dir", "record_failure", "write_exit",
-]  # fmt: skip
-
 DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 SAME_MOMENT_S = 2.0

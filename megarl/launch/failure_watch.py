@@ -17,8 +17,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from megarl.platform.env import Env
 
-__all__ = ["FailureWatch"]
-
 KEY = "megarl/failed"
 POLL_S = 1.0
 CONNECT_S = 60

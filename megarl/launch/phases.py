@@ -22,8 +22,6 @@ from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
 from megarl.trainer.offload import Memory
 
-__all__ = ["EngineMemory", "TimedPhases"]
-
 
 class EngineMemory(Protocol):
     """Implemented by megarl.rollout.engine.Engine, whose module imports vLLM."""

@@ -12,8 +12,6 @@ from megarl.data.tasks import check_task
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
 
-__all__ = ["describe", "preflight"]
-
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""

@@ -22,8 +22,6 @@ from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, 
 from megarl.config.schema import Config, Create
 from megarl.models.registry import hf_shapes, parse_model
 
-__all__ = ["create_model", "materialize_model"]
-
 FORMAT = 1  # incremented when the same section must give other bytes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"

@@ -12,8 +12,6 @@ from megarl.launch.build import make_prompts, make_trainer, open_rank
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.env import Env
 
-__all__ = ["run_check"]
-
 NUM_ROWS = 8  # of the batch; a row without an answer to learn gets RANDOM_TOKENS behind its prompt
 RANDOM_TOKENS = 8
 

@@ -36,8 +36,6 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
-__all__ = ["make_engine", "run_eval", "run_rl", "train_policy"]
-
 Span = Callable[[str], AbstractContextManager[None]]
 
 

@@ -13,8 +13,6 @@ from megarl.platform.env import Env
 from megarl.stages.sft import SftRun, sft
 from megarl.types import ObjectiveState
 
-__all__ = ["run_sft"]
-
 
 def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl train` of stage sft on this rank."""

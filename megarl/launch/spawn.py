@@ -31,8 +31,6 @@ from megarl.launch.exit_codes import Failure
 from megarl.platform.env import child_env, get_env
 from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
 
-__all__ = ["spawn_ranks"]
-
 GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
 KILL_AFTER_S = 4.0  # between SIGTERM and SIGKILL
 STACK_TRACE_S = 1.0  # for a rank to write its stack trace

@@ -25,8 +25,6 @@ from megarl.launch import exit_codes
 from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.platform.env import Env, set_env
 
-__all__ = ["main", "run_external", "run_rank"]
-
 PR_SET_PDEATHSIG = 1
 
 

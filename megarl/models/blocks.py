@@ -11,11 +11,6 @@ from typing import Any
 from megarl.models.shape import ModelShape
 from megarl.models.shards import HF, MC, Qkv, Replicated, Rule, ShardDim0, ShardDim1, Stack, Style, Table
 
-__all__ = [
-    "ExpertNames", "attention", "decoder_table", "dense_mlp", "dense_table", "expert_mlp", "expert_param", "experts",
-    "moe_table",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:

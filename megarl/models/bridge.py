@@ -9,8 +9,6 @@ from megarl.models.config_json import ConfigReader, read_latent, read_sizes
 from megarl.models.shape import ModelShape
 from megarl.platform.env import is_installed
 
-__all__ = ["read_untabled"]
-
 REFUSED = (  # keys that change the logits, which megarl's own head computes, and keys of models of more than text
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
     "text_config", "vision_config", "audio_config", "is_encoder_decoder",

@@ -10,8 +10,6 @@ from typing import Any
 
 from megarl.models.shape import Latent, ModelShape
 
-__all__ = ["ConfigReader", "read_decoder", "read_latent", "read_sizes"]
-
 SCALED = ("factor", "original_max_position_embeddings")
 ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # optional keys and their defaults

@@ -12,8 +12,6 @@ from megarl.models.family import Family
 from megarl.models.shape import ModelShape, Router
 from megarl.models.shards import HF, MC, Replicated, Rule, ShardDim0, ShardDim1, Stack, Style, Table
 
-__all__ = ["FAMILY", "KIMI_K2", "moe_table", "random_experts", "read_experts"]
-
 
 def read(config: ConfigReader) -> ModelShape:
     config.only(attention_bias=False, rope_interleave=True)

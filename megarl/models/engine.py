@@ -16,8 +16,6 @@ from megarl.models.registry import FAMILIES, megatron_table
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Qkv, Rule, ShardSlice, Stack, Table, as_pairs, slices_of
 
-__all__ = ["engine_layout", "engine_slices", "engine_table", "first_mismatch"]
-
 VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
 

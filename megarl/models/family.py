@@ -11,8 +11,6 @@ from megarl.models.config_json import ConfigReader
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 
-__all__ = ["Family"]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -11,8 +11,6 @@ from megarl.models.family import Family
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 
-__all__ = ["FAMILY"]
-
 
 def read(config: ConfigReader) -> ModelShape:
     return read_decoder(

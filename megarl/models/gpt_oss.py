@@ -16,8 +16,6 @@ from megarl.models.family import Family
 from megarl.models.shape import ModelShape, Router
 from megarl.models.shards import HF, InterleavedGateUp, Replicated, Rule, Style, Table, Transposed
 
-__all__ = ["FAMILY"]
-
 NAMES = blocks.ExpertNames(router="router")
 
 

@@ -11,8 +11,6 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-__all__ = ["INDEX", "ITEM_BYTES", "HfTensor", "header_shapes", "read_headers"]
-
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

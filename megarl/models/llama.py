@@ -7,8 +7,6 @@ from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape
 
-__all__ = ["FAMILY"]
-
 
 def read(config: ConfigReader) -> ModelShape:
     config.only(attention_bias=False)

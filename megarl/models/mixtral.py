@@ -11,8 +11,6 @@ from megarl.models.family import Family
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Style, Table
 
-__all__ = ["FAMILY"]
-
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 

@@ -10,8 +10,6 @@ from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape, Router
 
-__all__ = ["FAMILY"]
-
 
 def read(config: ConfigReader) -> ModelShape:
     config.only(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[])

@@ -19,11 +19,6 @@ from megarl.models.headers import header_shapes
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, Style, Table, shapes_of, slices_of
 
-__all__ = [
-    "FAMILIES", "fp32_tensors", "hf_shapes", "megatron_slices", "megatron_table", "padded_vocab", "parse_model",
-    "read_model",
-]  # fmt: skip
-
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
     "qwen2": qwen2.FAMILY,

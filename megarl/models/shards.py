@@ -19,11 +19,6 @@ from typing import Any, ClassVar, Literal, Protocol
 from megarl.layout import Axis, Layout, Parallel, stage_layers
 from megarl.models.shape import ModelShape
 
-__all__ = [
-    "HF", "MC", "InterleavedGateUp", "Qkv", "Replicated", "Rule", "ShardDim0", "ShardDim1", "ShardSlice", "Stack",
-    "Style", "Table", "Transposed", "as_pairs", "of_expert", "shapes_of", "slices_of",
-]  # fmt: skip
-
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
 MTP = "mtp.layers.{layer}.transformer_layer."  # Megatron-Core 0.16's name; mtp_model_layer in 0.19
 Style = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU), or Transformer Engine's

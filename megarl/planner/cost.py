@@ -15,8 +15,6 @@ from megarl.weights.fleet import Fleet
 from megarl.weights.plan import Plan
 from megarl.weights.senders import Ints
 
-__all__ = ["LINKS", "Cost", "Links", "price_plan"]
-
 MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a small NCCL message
 
 

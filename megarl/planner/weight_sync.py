@@ -28,8 +28,6 @@ from megarl.planner.cost import LINKS, Cost, price_plan
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import Plan, plan_transfers
 
-__all__ = ["describe_weights", "fleet_of", "plan_of", "plan_weights", "write_messages"]
-
 RANKS_PER_NODE = 8
 
 

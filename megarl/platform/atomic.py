@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing", "sync_path", "write_atomic"]
-
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:

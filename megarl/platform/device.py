@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["DTYPES", "Device", "free_host_bytes", "peak_gb", "pick_device", "reset_peak"]
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 
 

@@ -16,8 +16,6 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-__all__ = ["Env", "child_env", "count_gpus", "get_env", "is_installed", "is_interactive", "set_env"]
-
 
 @dataclass(frozen=True, slots=True)
 class Env:

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["PATCHES", "Patch", "install", "is_installed"]
-
 _PACKAGE = "megatron.core"
 _SEEN_BY = (f"{_PACKAGE}.", "megatron.bridge.")
 

@@ -13,8 +13,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["shm_prefix", "unlink_dead", "unlink_shm"]
-
 SHM = Path("/dev/shm")
 MARK = "megarl-"
 OWNER = re.compile(rf"{MARK}(\d+)-")

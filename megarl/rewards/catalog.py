@@ -21,8 +21,6 @@ from megarl.rewards.process import make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN
 
-__all__ = ["make_rewards"]
-
 MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
 NAMES = (*BUILT_IN, *MAKERS, "process")
 

@@ -23,8 +23,6 @@ from megarl.jail.sandbox import Limits, Run, missing_limits, run_calls, run_prog
 from megarl.rewards.code_tests import CallTest, ProgramTest, read_tests
 from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
-__all__ = ["CodeOptions", "extract_code", "make_code"]
-
 log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-__all__ = ["CallTest", "ProgramTest", "read_tests", "same", "same_output"]
-
 TOLERANCE = 1e-6  # relative or absolute, for numbers of which at least one is written with a fraction
 TRUSTED: dict[str, Callable[..., Any]] = {"isclose": math.isclose} | {
     function.__name__: function

@@ -15,8 +15,6 @@ from typing import Any
 from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_option
 from megarl.rewards.time_limit import call_with_time_limit
 
-__all__ = ["FunctionReward"]
-
 # supplied for each sample, hence not accepted as options
 ARGUMENTS = frozenset(("prompt", "response", "answer", "tokens", "finish", "score", "steps"))
 

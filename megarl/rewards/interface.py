@@ -18,8 +18,6 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.schema import Reward
 
-__all__ = ["BatchReward", "Decode", "Score", "ScoreError", "ScoreRequest", "parse_options", "try_score"]
-
 log = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text

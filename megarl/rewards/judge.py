@@ -24,8 +24,6 @@ from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreReques
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
-__all__ = ["JudgeOptions", "make_judge", "parse_score"]
-
 TEMPLATE = """Grade the response to the task below.
 
 <task>

@@ -30,8 +30,6 @@ from megarl.rewards.interface import BatchReward, Decode, Score, ScoreError, Sco
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
 from megarl.rewards.time_limit import call_with_time_limit
 
-__all__ = ["ProcessOptions", "make_process", "split_steps", "token_ends"]
-
 SPLITTERS = {  # the delimiter that ends a step and is part of it
     "paragraph": r"\n[ \t]*\n\s*",
     "newline": r"\n\s*",

@@ -46,11 +46,6 @@ from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreReques
 if TYPE_CHECKING:
     import httpx
 
-__all__ = [
-    "HttpClient", "HttpOptions", "RemoteOptions", "finite_number", "make_remote", "request_row",
-    "score_batches",
-]  # fmt: skip
-
 MAX_BYTES = 4 << 20  # of an answer
 CONNECT_S = 10.0
 MAX_PAUSE_S = 60.0

@@ -9,8 +9,6 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = ["BUILT_IN", "accuracy", "even_fraction", "final_answer", "format_think"]
-
 BOXED = "\\boxed"
 MAX_MATHS_CHARS = 2000  # longer answers are not parsed as mathematics, only compared as text
 

@@ -22,8 +22,6 @@ from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
 from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import Prompt, Sample
 
-__all__ = ["Scorer", "make_scorer"]
-
 log = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 from megarl.platform.env import child_env
 from megarl.rewards.interface import ScoreError
 
-__all__ = ["TimeLimitExceeded", "call_with_time_limit", "on_daemon_thread", "serve"]
-
 T = TypeVar("T")
 START_S = 30.0  # a worker may exceed the limit by this much: it imports the function first
 

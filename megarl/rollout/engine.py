@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from megarl.rollout.weight_loader import LayerReceiver
 
-__all__ = ["Engine"]
-
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 

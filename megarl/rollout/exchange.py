@@ -24,8 +24,6 @@ from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
 from megarl.types import CheckFailed, Request, Sample
 
-__all__ = ["Exchange", "pack", "unpack"]
-
 COLUMNS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of each sample
 LENGTH_BYTES = 8  # of the header's length
 

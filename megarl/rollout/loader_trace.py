@@ -26,8 +26,6 @@ from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.plan import View
 
-__all__ = ["Fill", "LoaderTrace", "module_of", "put_on_meta", "restore_kernel_tensors", "trace_loader"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fill:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["segment_names"]
-
 
 @contextmanager
 def segment_names(prefix: str) -> Iterator[None]:

@@ -14,8 +14,6 @@ import torch
 from megarl.config.schema import Algorithm
 from megarl.types import Sample
 
-__all__ = ["Shaping", "overlong_penalty"]
-
 LARGEST = torch.finfo(torch.float32).max
 
 

@@ -18,8 +18,6 @@ from megarl.data.tasks import hash31
 from megarl.roles import Prompts
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample
 
-__all__ = ["Rollouts", "digest_samples", "has_spread", "request_seed"]
-
 MAX_EMPTY_STEPS = 3  # in a row
 Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
 

@@ -30,8 +30,6 @@ from megarl.weights.execute import split_message, strided_view
 from megarl.weights.fp32_views import view_fp32_as_16bit
 from megarl.weights.plan import Message, View
 
-__all__ = ["LayerReceiver", "State"]
-
 State = Literal["empty", "writing", "sealed", "ready"]
 PROCESSED = "_already_called_process_weights_after_loading"
 

@@ -14,8 +14,6 @@ from typing import Any
 from megarl.rollout.schedule import Generate, request_seed
 from megarl.types import Prompt, Request, Sample
 
-__all__ = ["Evaluation", "right"]
-
 
 def right(sample: Sample) -> float:
     """1.0 if the accuracy reward is full; partial credit and unscored samples count as wrong.

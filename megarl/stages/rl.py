@@ -12,8 +12,6 @@ from megarl.algorithms.objective import Objective
 from megarl.roles import Checkpoint, Checks, Evaluation, Learner, Phases, Prompts, Rollouts, Telemetry, Weights
 from megarl.types import Group, ObjectiveState, TrainBatch
 
-__all__ = ["RlRun", "train"]
-
 
 @dataclass
 class RlRun:

@@ -18,8 +18,6 @@ from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
 from megarl.trainer.trainer import Trainer
 from megarl.types import ObjectiveState, Prompt, StepReport, TokenBatch
 
-__all__ = ["SftRun", "sampled_accuracy", "sft", "train_supervised"]
-
 
 @dataclass
 class SftRun:

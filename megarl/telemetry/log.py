@@ -24,8 +24,6 @@ from megarl.telemetry.progress import ProgressDisplay
 from megarl.telemetry.timeline import Timeline
 from megarl.types import Group, PublishReport, Rollout, StepReport
 
-__all__ = ["Silent", "Telemetry", "open_telemetry"]
-
 # time/<key> is the span of that name, or else that of the phase
 TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "publish": "sync"}
 

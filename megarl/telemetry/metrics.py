@@ -23,8 +23,6 @@ from megarl.platform.atomic import write_atomic
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
-__all__ = ["MetricsFile", "publish_metrics", "read_metrics", "rollout_metrics", "update_metrics"]
-
 OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 

@@ -9,8 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-__all__ = ["ProgressDisplay", "brief"]
-
 # metric, label, format
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),

@@ -17,8 +17,6 @@ from megarl.platform.atomic import replacing, write_atomic
 from megarl.telemetry.metrics import read_metrics
 from megarl.telemetry.plan_figure import draw_plan
 
-__all__ = ["PLAN", "write_report"]
-
 PLAN = "weights_plan.json"  # in the run directory: the output of `megarl plan --weights --json`
 
 Rows = Sequence[Mapping[str, Any]]

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """`seconds` sums up the spans of each name since the last `clear`; `flush` appends finished spans to the file."""

@@ -34,8 +34,6 @@ from megarl.trainer.megatron_config import Dispatcher, router_settings, run_sett
 from megarl.trainer.model import local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, slices_from_indices
 
-__all__ = ["Bridged", "record"]
-
 PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
 FUSED = {  # local name -> Transformer Engine's, where a norm is part of the linear behind it
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",

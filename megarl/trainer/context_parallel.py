@@ -24,8 +24,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.layout import Axis
 
-__all__ = ["attend", "local_positions", "row_multiple"]
-
 
 def row_multiple(context: int) -> int:
     """Returns the number that divides the padded length of every row."""

@@ -23,8 +23,6 @@ from megarl.trainer.heads import Head, HeadOptions
 from megarl.trainer.microbatch import Microbatch, length_of
 from megarl.types import Loss, MicrobatchRows, TokenOutputs
 
-__all__ = ["LossSums", "OnOutputs", "forward_backward", "global_sums"]
-
 # Called on the last stage with each micro-batch; returns its loss.
 OnOutputs = Callable[[MicrobatchRows, TokenOutputs], Tensor]
 

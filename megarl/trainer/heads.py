@@ -16,8 +16,6 @@ from torch.distributed import ProcessGroup
 from megarl.trainer.logprobs import VocabShard, token_outputs
 from megarl.types import TokenBatch, TokenOutputs
 
-__all__ = ["Head", "HeadOptions", "RewardHead", "ValueHead", "VocabularyHead"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:

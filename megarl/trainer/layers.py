@@ -27,8 +27,6 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from megarl.trainer.context_parallel import attend
 from megarl.trainer.moe import BalancedRouter
 
-__all__ = ["LatentAttention", "PackedAttention", "RMSNorm", "SinkAttention", "block_spec"]
-
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm in fp32; the weight is marked as replicated over the sequence-parallel ranks."""

@@ -16,8 +16,6 @@ from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
 
-__all__ = ["PolicyLearner"]
-
 
 @dataclass(frozen=True)
 class PolicyLearner:

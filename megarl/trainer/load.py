@@ -15,8 +15,6 @@ from torch import Tensor
 from megarl.checkpoint.hf_folder import HfFolder, view
 from megarl.models.shards import ShardSlice
 
-__all__ = ["load_hf"]
-
 _PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with rows that no HF tensor has
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

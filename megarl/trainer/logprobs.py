@@ -22,8 +22,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.types import TokenOutputs
 
-__all__ = ["VocabShard", "token_outputs"]
-
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 

@@ -19,8 +19,6 @@ from megarl.models.registry import FAMILIES
 from megarl.models.shape import ModelShape
 from megarl.trainer.rope import yarn_factor
 
-__all__ = ["Dispatcher", "router_settings", "run_settings", "transformer_config"]
-
 Dispatcher = Literal["alltoall", "allgather"]
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 

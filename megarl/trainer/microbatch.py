@@ -20,8 +20,6 @@ from megarl.layout import Axis
 from megarl.trainer.context_parallel import local_positions, row_multiple
 from megarl.types import MicrobatchRows, TokenBatch
 
-__all__ = ["Microbatch", "extended", "length_of", "pack"]
-
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:

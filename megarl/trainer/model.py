@@ -21,8 +21,6 @@ from megarl.models.shape import ModelShape
 from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import scaled_frequencies
 
-__all__ = ["build_model", "local_tensors", "patch_chunk"]
-
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
     """Returns this rank's chunks, parameters not yet loaded. The last returns hidden states [T / tp, 1, hidden]."""

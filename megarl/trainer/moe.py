@@ -33,16 +33,6 @@ from megarl.layout import Axis
 from megarl.models.shape import ModelShape
 from megarl.trainer.microbatch import Microbatch
 
-__all__ = [
-    "BalancedRouter",
-    "RouterLosses",
-    "RouterRows",
-    "balance",
-    "forget_last_batch",
-    "mean_square_lse",
-    "scores_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RouterRows:

@@ -21,8 +21,6 @@ from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-__all__ = ["Memory", "recompute"]
-
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
     """Configure the recomputation of activations: of every layer ("full"), or of the named modules ("selective").

@@ -19,8 +19,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config.schema import Train
 
-__all__ = ["LrSchedule", "build_optimizer", "take_step", "wrap", "zero_grad"]
-
 
 @dataclass
 class LrSchedule:

@@ -10,8 +10,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.layout import Layout
 
-__all__ = ["Groups", "destroy_parallel", "init_parallel"]
-
 
 @dataclass(frozen=True, slots=True)
 class Groups:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from megarl.models.shape import ModelShape
 
-__all__ = ["scaled_frequencies", "yarn_factor"]
-
 
 def scaled_frequencies(shape: ModelShape) -> Tensor:
     """Returns [rotary dim / 2] fp32 frequencies: low ones are divided by `factor`, with a ramp to the high ones."""

@@ -41,8 +41,6 @@ from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wra
 from megarl.trainer.parallel_groups import Groups, destroy_parallel, init_parallel
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
 
-__all__ = ["Trainer"]
-
 
 @dataclass
 class Trainer:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["checksum", "copy_and_verify", "positional_checksum"]
-
 ROW = 1 << 10  # 64-bit words
 ROWS = 1 << 5  # summed both ways while they are in a CPU core's cache: 256 KiB
 STRIP_WORDS = 1 << 23  # 32-bit words that a GPU widens at once

@@ -19,8 +19,6 @@ from megarl.weights.checksum import checksum
 from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
 from megarl.weights.transports import Transport
 
-__all__ = ["OnBucket", "PlanExecutor", "split_message", "strided_view"]
-
 OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers wait for rounds
 
 

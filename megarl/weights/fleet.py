@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_layout
 
-__all__ = ["Fleet"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fleet:

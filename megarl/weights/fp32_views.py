@@ -11,8 +11,6 @@ from dataclasses import replace
 
 from megarl.models.shards import ShardSlice
 
-__all__ = ["shapes_fp32_as_16bit", "view_fp32_as_16bit"]
-
 FP32_BYTES = 4
 
 

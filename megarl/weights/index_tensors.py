@@ -17,8 +17,6 @@ from torch import Tensor
 
 from megarl.models.shards import ShardSlice
 
-__all__ = ["REMEDY", "IndexTensors", "slices_from_indices"]
-
 REMEDY = "a family like this needs a table (CONTRIBUTING.md, 'Adding a model family')"
 MAX_SLICES = 4096  # of one HF tensor in one parameter; more would be a list of elements, not a plan
 

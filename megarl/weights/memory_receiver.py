@@ -12,8 +12,6 @@ from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
 from megarl.weights.plan import Message
 
-__all__ = ["MemoryReceiver"]
-
 
 class MemoryReceiver:
     """publish.WeightReceiver. `memory` has every `param` of the slices, which count elements of `dtype`."""

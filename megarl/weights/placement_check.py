@@ -24,8 +24,6 @@ from megarl.weights.checksum import positional_checksum
 from megarl.weights.execute import strided_view
 from megarl.weights.transports import Transport
 
-__all__ = ["PlacementCheck"]
-
 
 @dataclass(frozen=True)
 class PlacementCheck:

@@ -22,8 +22,6 @@ from megarl.weights.fp32_views import view_fp32_as_16bit
 from megarl.weights.senders import Instances, Ints
 from megarl.weights.transfer_groups import Overlap, TransferGroup, transfer_groups
 
-__all__ = ["FleetTables", "RecordedSlices", "SlicesByRank"]
-
 SlicesByRank = Sequence[Sequence[ShardSlice]]
 EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
 

@@ -26,11 +26,6 @@ from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
 from megarl.weights.plan_rounds import assign_rounds
 from megarl.weights.senders import Hops, Ints, Placement, assign_senders
 
-__all__ = [
-    "Message", "Plan", "SlicesByRank", "Transfer", "View", "find_gaps", "plan_recorded", "plan_transfers",
-    "relay_buffer",
-]  # fmt: skip
-
 GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from megarl.weights.senders import Hops, Ints, Placement
 
-__all__ = ["assign_rounds"]
-
 MAX_PASSES = 16  # over the hops that are due, in one round
 # kinds of capacity that a rank has in a round: network, all links, local copies, and the relays of the next round
 FAR_OUT, FAR_IN, OUT, IN, STAYS, NEXT_OUT, NEXT_IN, KINDS = range(8)

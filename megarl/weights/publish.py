@@ -42,8 +42,6 @@ from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport
 
-__all__ = ["Probe", "Publisher", "WeightFormat", "WeightReceiver", "WeightSender", "plan_slices"]
-
 SPARE_BYTES = 2 << 30  # of device memory, left free beside staged messages for the layers that are open meanwhile
 KEEPS = "The engine keeps the version it had"
 REFUSES = "The engine refuses prompts until a sync succeeds"

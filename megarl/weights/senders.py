@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from megarl.models.shards import ShardSlice
 from megarl.weights.transfer_groups import Overlap, TransferGroup
 
-__all__ = ["Hops", "Instances", "Ints", "Placement", "assign_senders"]
-
 Ints = NDArray[np.integer]
 
 

@@ -15,8 +15,6 @@ from math import prod
 
 from megarl.models.shards import ShardSlice
 
-__all__ = ["Overlap", "TransferGroup", "intersect", "transfer_groups"]
-
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
 
 

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Transport"]
-
 
 class Transport(Protocol):
     """Every rank calls every method, in the same order."""

@@ -18,8 +18,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from megarl.types import CheckFailed
 
-__all__ = ["Collective"]
-
 DIAGNOSIS_S = 10.0  # how long the survivors of a failed collective wait for each other
 _INSTANCES = count()  # every rank creates the same number of instances, in the same order
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["InProcess"]
-
 
 class InProcess:
     rank = 0
