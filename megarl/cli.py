@@ -1,4 +1,4 @@
-"""The command line: parse, dispatch, exit code. Whatever needs torch runs in the ranks.
+"""The command line: parses arguments, dispatches, returns the exit code. Work that needs torch runs in the ranks.
 
 Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 a check refused, 130 interrupted.
 """
@@ -83,21 +83,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="as runs/quickstart")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="for example runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     plan.add_argument(
-        "--messages",
-        metavar="FILE",
-        type=Path,
-        help="write [round, sender, receiver, bytes] of each message, a line each",
+        "--messages", metavar="FILE", type=Path, help="write a line [round, sender, receiver, bytes] each"
     )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
-    convert.add_argument(
-        "source", metavar="SRC", type=Path, help="an HF model, a Megatron checkpoint, or a run's step_<n>"
-    )
+    convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
     convert.add_argument("target", metavar="DST", type=Path, help="a new folder, or one to resume")
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
     for name, axis in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
@@ -178,7 +173,11 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     try:
         job = preflight(config, env, command=command)
         if not dry_run:
-            _make_folder(run_dir(config))
+            try:
+                run_dir(config).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"cannot create {run_dir(config)} ({error.strerror})"
+                raise ValueError(f"{reason}; set run.dir to a writable folder") from None
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
             write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up"))
@@ -201,7 +200,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
 
 
 def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
-    """The figures of the run's weight sync, for its report."""
+    """Write the figures of the run's weight sync, for its report."""
     import json
 
     from megarl.config.load import run_dir
@@ -211,13 +210,6 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     sizes = {"processes": world, "processes_per_node": config.launch.processes_per_node or ranks_per_node}
     config = config.model_copy(update={"launch": config.launch.model_copy(update=sizes)})
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot create {folder} ({error.strerror}); set run.dir to a writable folder") from None
 
 
 def _report(folder: Path) -> int:

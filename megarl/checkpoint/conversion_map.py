@@ -1,8 +1,8 @@
-"""How a model's Hugging Face tensors and its Megatron checkpoint's tensors lie in the parameters of a single rank.
+"""Maps a model's Hugging Face tensors and its Megatron checkpoint's tensors to the parameters of a single rank.
 
     HF tensors --ShardSlice--> parameters <--ShardSlice-- tensors of the checkpoint
 
-A conversion moves parameters, one by one, from a Source to a Target. Either may be either format.
+A conversion moves parameters, one by one, from a Source to a Target. Both formats can be either.
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ class OutputFile:
     nbytes: int
 
 
-class Source(Protocol):
-    def dtype(self, param: str) -> torch.dtype: ...
+class TensorFolder(Protocol):
+    """HfFolder or MegatronFolder."""
 
-    def read(self, param: str) -> Tensor:
-        """[numel]; rows that pad the vocabulary are zero. Thread-safe. Raises ValueError naming the tensor."""
-        ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def copy(self, box: ShardSlice, parameter: Tensor) -> None: ...
 
 
 class Target(Protocol):
     files: list[OutputFile]
 
     def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> Any:
-        """Write a file from its parameters, in order, and flush it. Returns what `finish` needs of it, picklable."""
+        """Write a file from its parameters, in order, and flush it. Returns a picklable result for `finish`."""
         ...
 
     def finish(self, folder: Path, results: list[Any]) -> None:
-        """Write what describes the files."""
+        """Write the metadata of all files."""
         ...
 
     def reopen(self, folder: Path) -> Source:
-        """The finished folder. Raises ValueError when it is incomplete."""
+        """Open the finished folder. Raises ValueError if it is incomplete."""
         ...
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of a Megatron distributed checkpoint, as the parameters of a single rank hold them."""
+    """Where the tensors of a Megatron distributed checkpoint lie in the parameters of a single rank."""
 
     slices: Mapping[str, Sequence[ShardSlice]]  # by parameter, in order; `name` is the checkpoint's key
     shapes: Mapping[str, tuple[int, ...]]  # by key
@@ -74,7 +73,7 @@ class ConversionMap:
     def build(
         cls, hf_shapes: Mapping[str, tuple[int, ...]], slices: Iterable[ShardSlice], stored: StoredTensors
     ) -> ConversionMap:
-        """From the tables' slices of a single rank and Megatron's own; every element must be in both."""
+        """Combine the slices of the tables and of Megatron, for a single rank; every element must be in both."""
         by_param: dict[str, list[ShardSlice]] = defaultdict(list)
         elements: Counter[str] = Counter()
         for box in slices:
@@ -93,7 +92,7 @@ class ConversionMap:
         return sum(box.numel for box in self.stored.slices[param])
 
     def checksums(self, param: str, flat: Tensor) -> Counter[str]:
-        """HF tensor -> checksum of its elements in the parameter; those of all parameters add up to the tensor's."""
+        """The checksum of the parameter's part of each HF tensor; over all parameters they add up to the tensor's."""
         sums: Counter[str] = Counter()
         for box in self.hf_slices[param]:
             part, start = flat.as_strided(box.shape, box.strides, box.offset), box.start
@@ -101,3 +100,22 @@ class ConversionMap:
                 part, start = part.flatten(-2), (*start[:-2], 2 * start[-2])
             sums[box.name] += int(positional_checksum(part, start))
         return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Reads parameters from a folder whose tensors `slices` maps to them. Thread-safe."""
+
+    conversion_map: ConversionMap
+    slices: Mapping[str, Sequence[ShardSlice]]  # by parameter
+    folder: TensorFolder
+
+    def dtype(self, param: str) -> torch.dtype:
+        return self.folder.dtype(self.slices[param][0].name)
+
+    def read(self, param: str) -> Tensor:
+        """Returns [numel], with zeros in rows that pad the vocabulary. Raises ValueError naming the tensor."""
+        flat = torch.zeros(self.conversion_map.numel(param), dtype=self.dtype(param))
+        for box in self.slices[param]:
+            self.folder.copy(box, flat)
+        return flat

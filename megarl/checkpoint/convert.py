@@ -1,11 +1,10 @@
-"""Hugging Face folder <-> Megatron distributed checkpoint, in one process, read back and compared before it is named.
+"""Converts a Hugging Face folder to a Megatron distributed checkpoint or back, in one process, and verifies it.
 
     source --read ahead--> target's files in .NAME.part, each with a record --read back--> checksums agree --> NAME
 
 A record is written once its file is complete and on disk, so a conversion that was killed continues after the last
-one. Every HF tensor's checksum is taken of the source as it is read, and again of the finished target, opened as any
-reader would open it. In memory: a few parameters of one rank alone (an expert's, a layer's, the
-embedding), whatever the model.
+one. Every HF tensor's checksum is computed while the source is read, and again from the finished target. Memory holds a
+few parameters (of an expert, of a layer, the embedding), however large the model is.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ class Conversion:
     source: Source
     source_folder: Path
     target: Target
-    origin: Path  # config and tokenizer are copied from here
-    identity: str  # an interrupted conversion of another identity is not continued
-    progress: Callable[[str, int], None]  # "write" or "verify", and bytes more of it
+    origin: Path  # folder of config and tokenizer
+    identity: str  # only an interrupted conversion of the same identity is continued
+    progress: Callable[[str, int], None]  # ("write" or "verify", additional bytes)
 
     def run(self, folder: Path) -> Converted:
-        """Write `folder` completely, or leave none of that name.
+        """Write and verify `folder`, which must not exist.
 
-        Raises ValueError when it exists, CheckFailed when the disk is full or what was written is not what was read.
+        Raises ValueError if it exists, CheckFailed if the disk is full or the target differs from the source.
         """
         if folder.exists():
             raise ValueError(f"{folder} exists; remove it, or name another folder")
@@ -76,7 +75,7 @@ class Conversion:
                 copy_model_files(self.origin, staging)
                 self.target.finish(staging, [records[file.name]["result"] for file in files])
             error = _changed_since_made(self.source_folder, lines) or self._read_back(staging, checksums, readers)
-            shutil.rmtree(staging / RECORDS)  # after an error everything is written again
+            shutil.rmtree(staging / RECORDS)  # after an error everything is written anew
             if error:
                 raise CheckFailed(error)
             write_atomic(staging / CHECKSUMS, "".join(f"{value}  {name}\n" for name, value in lines.items()))
@@ -86,7 +85,7 @@ class Conversion:
         return Converted(len(files), len(lines), sum(file.nbytes for file in files), resumed)
 
     def _refuse_full_disk(self, staging: Path, files: Sequence[OutputFile]) -> None:
-        """Raises CheckFailed, before anything is written, naming the file that would not fit."""
+        """Raises CheckFailed, before anything is written, with the first file that would not fit."""
         stat = os.statvfs(staging)
         free = stat.f_bavail * stat.f_frsize
         left = free + sum((staging / f.name).stat().st_blocks * 512 for f in files if (staging / f.name).exists())
@@ -103,7 +102,7 @@ class Conversion:
         return self.conversion_map.hf_slices[param][0].name
 
     def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
-        """One file, from its first byte, and its record."""
+        """Write one file from its start, then its record."""
         checksums: Counter[str] = Counter()
         current = file.params[0]
 
@@ -126,7 +125,7 @@ class Conversion:
         return flat, self.conversion_map.checksums(param, flat)
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
-        """What is wrong with the finished folder, naming tensors; "" if nothing is."""
+        """Describes how the finished folder differs from the source, with names of tensors; "" if it does not."""
 
         def read(param: str) -> Counter[str]:
             flat = written.read(param)
@@ -150,7 +149,7 @@ class Conversion:
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
-    """Records of the files that an interrupted conversion of the same identity completed; else an empty folder."""
+    """Returns the records of files that an interrupted conversion completed; empties a folder of another identity."""
     known = staging / RECORDS / "identity"
     if not known.is_file() or known.read_text() != identity:
         shutil.rmtree(staging, ignore_errors=True)
@@ -161,7 +160,7 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:
-    """`read` of each parameter, in order; the next ones are being read while one is used."""
+    """Yields `read(param)` in order, and reads the next parameters meanwhile."""
     pending: deque[Future[Any]] = deque()
     try:
         for number in range(len(params) + AHEAD):
@@ -175,7 +174,7 @@ def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequ
 
 
 def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
-    """What is wrong with a source that a conversion made, by the checksums that it holds; "" if nothing is."""
+    """Describes how a converted source differs from its own list of checksums; "" if it does not or has none."""
     if not (source / CHECKSUMS).is_file():
         return ""
     made = {line[18:]: line[:16] for line in (source / CHECKSUMS).read_text().splitlines()}
@@ -194,10 +193,10 @@ def _some(names: Sequence[str]) -> str:
 
 @contextmanager
 def _disk_errors(path: Path, tensor: Callable[[], str] | None = None) -> Iterator[None]:
-    """Raises CheckFailed, with file and tensor, when the disk is full or a file may not grow."""
+    """Raises CheckFailed with file and tensor if the disk is full or a file must not grow."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save wraps what its stream raised
+    except (OSError, RuntimeError) as error:  # torch.save wraps the error of its stream
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__

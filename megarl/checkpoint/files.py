@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which exist, what each file must be, which is complete. No tensors here.
+"""Folders of a run's checkpoints: which exist, and whether their files are those that were written. No tensors.
 
 runs/<name>/checkpoints/step_<n>/ *.distcp, .metadata, common.pt, metadata.json
                                   manifest.json: {"files": {name: {"bytes": n, "sha256": hex}}}, written last
@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.platform.atomic import write_atomic
 
-__all__ = ["Sums", "differences", "manifest", "prune", "staging", "steps", "sums", "sweep", "write_manifest"]
+__all__ = ["Sums", "differences", "manifest", "prune", "steps", "sums", "write_manifest"]
 
 MANIFEST = "manifest.json"
 
@@ -27,16 +27,6 @@ def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints, ascending; one that is being written has another name."""
     names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def staging(folder: Path, step: int) -> Path:
-    return folder / f".step_{step}.part"
-
-
-def sweep(folder: Path) -> None:
-    """Remove what runs that were killed had begun to write."""
-    for path in folder.glob(".step_*.part"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -60,7 +50,7 @@ def write_manifest(folder: Path, expected: Sums) -> None:
 
 
 def manifest(folder: Path) -> Sums:
-    """Raises ValueError when it is missing or damaged."""
+    """Reads the manifest. Raises ValueError if it is missing or damaged."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return {name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])} for name, file in files.items()}
@@ -71,7 +61,7 @@ def manifest(folder: Path) -> Sums:
 
 
 def differences(folder: Path, expected: Sums) -> list[str]:
-    """What is wrong with these files, by name."""
+    """Describes each file that is missing or differs from `expected`."""
     wrong = []
     for name, entry in expected.items():
         if not (folder / name).is_file():

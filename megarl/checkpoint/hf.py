@@ -1,8 +1,8 @@
-"""The actor's weights as a Hugging Face folder: every rank writes files, nobody holds the model.
+"""Exports the actor's weights as a Hugging Face folder: all ranks write files, and none holds the whole model.
 
-    tensors --dealt into files--> one file a rank at a time --Publisher (plan, checksums)--> safetensors + index
+    tensors --split by size--> one file per rank at a time --Publisher (plan, checksums)--> safetensors + index
 
-The files of a round are the "engine" of an ordinary weight sync, so an export is verified like one.
+The files of a round take the place of the engine in an ordinary weight sync, so an export is verified like one.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from megarl.weights.transports import Transport
 __all__ = ["export_hf"]
 
 FILE_BYTES = 4 << 30
-ROUND_BYTES = 256 << 20  # that a rank receives at a time
+ROUND_BYTES = 256 << 20  # received by a rank at a time
 
 
 def export_hf(
     folder: Path,
     *,
-    origin: Path,  # where config and tokenizer are copied from
+    origin: Path,  # folder of config and tokenizer
     shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
-    sources: SlicesByRank,  # [rank] -> where its parameters hold them
+    sources: SlicesByRank,  # [rank] -> slices of the tensors in its parameters
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
     dtype: torch.dtype,
-    fp32: frozenset[str] = frozenset(),  # tensors that are fp32 whatever `dtype` is
+    fp32: frozenset[str] = frozenset(),  # tensors that stay fp32
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `folder` whole or not at all; all ranks call it. An older folder of that name is replaced.
+    """Write `folder` completely or not at all, replacing an older one; all ranks call it.
 
-    Raises CheckFailed, on all ranks, when a tensor is missing or arrives changed.
+    Raises CheckFailed on all ranks if a tensor is missing or arrives changed.
     """
     staging = folder.with_name(f".{folder.name}.part")
     if transport.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         copy_model_files(origin, staging)
-    transport.gather(None)  # the folder is there
+    transport.gather(None)  # the folder exists
     sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
     files = split_by_size(sizes, file_bytes, sizes.__getitem__)
     names = file_names(len(files))

@@ -1,6 +1,7 @@
-"""Hugging Face folders, read and written by slices: nothing is mapped into memory, and no tensor is held whole.
+"""Reads and writes Hugging Face folders slice by slice: no file is mapped into memory, and no tensor is read whole.
 
-HfFolder: headers -> read(slice)        HfFile: header -> write(slice, elements), in any order
+HfFolder: headers -> copy(slice)        HfFile: header -> write(slice), in any order
+HfTarget: the files of a conversion
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
 from megarl.models.headers import INDEX, read_headers
 from megarl.models.shards import ShardSlice
 from megarl.platform.atomic import write_atomic
@@ -24,8 +27,10 @@ from megarl.platform.atomic import write_atomic
 __all__ = [
     "HfFile",
     "HfFolder",
+    "HfTarget",
     "copy_model_files",
     "file_names",
+    "hf_source",
     "lead_axis",
     "row_blocks",
     "split_by_size",
@@ -45,7 +50,7 @@ Item = TypeVar("Item")
 
 
 class HfFolder:
-    """Raises ValueError, as `read_headers` does, for a folder that is incomplete. Several threads may read."""
+    """A folder open for reading, by several threads if needed. Raises ValueError if it is incomplete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +62,7 @@ class HfFolder:
             os.close(handle)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
-        """Raises ValueError, naming tensor and file, unless these and no other tensors are here; `ignored` may be."""
+        """Raises ValueError, naming tensor and file, unless it has these tensors and no others except `ignored`."""
         index = self.folder / INDEX
         for name, shape in shapes.items():
             tensor = self.tensors.get(name)
@@ -76,7 +81,7 @@ class HfFolder:
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
         """Copy [start, start + shape) of tensor `box.name` to where it lies in `parameter`, block by block.
 
-        Raises ValueError when the folder lacks the tensor, or it is smaller.
+        Raises ValueError if the folder lacks the tensor or it is smaller.
         """
         if box.name not in self.tensors:
             raise ValueError(f"{self.folder} has no tensor {box.name}; give a folder with all its *.safetensors files")
@@ -84,7 +89,7 @@ class HfFolder:
             view(parameter, block).copy_(self._read(block))
 
     def _read(self, box: ShardSlice) -> Tensor:
-        """The elements, from whole rows along the slice's lead axis, which are consecutive in the file."""
+        """Returns the slice's elements, from whole rows along its lead axis, which are consecutive in the file."""
         tensor = self.tensors[box.name]
         start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
@@ -107,7 +112,7 @@ class HfFile:
     """A safetensors file that is written slice by slice. Several threads may write."""
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Create the file, with room for tensors of these shapes and dtypes, in this order."""
+        """Create the file for tensors of these shapes and dtypes, in this order."""
         header, end = {"__metadata__": {"format": "pt"}}, 0
         self._offsets: dict[str, int] = {}
         self._shapes = {name: shape for name, (shape, _) in tensors.items()}
@@ -122,7 +127,7 @@ class HfFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
     def write(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Write what lies in `parameter` to [start, start + shape) of `box.name`, consecutive in the file."""
+        """Write the slice of `parameter` to [start, start + shape) of `box.name`, which is consecutive in the file."""
         full = self._shapes[box.name]
         start, shape = _without_pairs(box, len(full))
         elements = view(parameter, box)
@@ -133,7 +138,7 @@ class HfFile:
         self._write(_bytes_of(elements.contiguous()), self._data + offset)
 
     def close(self) -> None:
-        """Wait until everything is on the disk."""
+        """Flush to disk and close."""
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -143,8 +148,61 @@ class HfFile:
             data, offset = data[count:], offset + count
 
 
+def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> Source:
+    """Raises ValueError if tensors that Megatron stores in one have different dtypes."""
+    firsts: dict[str, str] = {}
+    for param, boxes in conversion_map.stored.slices.items():
+        for name in (box.name for box in conversion_map.hf_slices[param]):
+            first = firsts.setdefault(boxes[0].name, name)
+            if folder.dtype(name) != folder.dtype(first):
+                raise ValueError(
+                    f"{name} is {folder.dtype(name)} and {first} {folder.dtype(first)}, but Megatron stores both in "
+                    f"{boxes[0].name}; convert them to one dtype"
+                )
+    return Source(conversion_map, conversion_map.hf_slices, folder)
+
+
+class HfTarget:
+    """Files of at most `file_bytes`, unless a single tensor or parameter is larger."""
+
+    def __init__(self, conversion_map: ConversionMap, source: Source, *, file_bytes: int) -> None:
+        self._map = conversion_map
+        self._dtypes: dict[str, torch.dtype] = {}
+        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may be one tensor, which is in one file
+        for param, boxes in conversion_map.hf_slices.items():
+            params.setdefault(boxes[0].name, []).append(param)
+            self._dtypes |= dict.fromkeys([box.name for box in boxes], source.dtype(param))
+        groups = split_by_size(params.values(), file_bytes, lambda group: self._nbytes(self._names(group)))
+        self.files, self._tensors = [], {}
+        for name, group in zip(file_names(len(groups)), groups, strict=True):
+            members = [param for part in group for param in part]
+            self._tensors[name] = self._names(members)
+            self.files.append(OutputFile(name, tuple(members), self._nbytes(self._tensors[name])))
+
+    def _names(self, params: list[str]) -> list[str]:
+        return list(dict.fromkeys(box.name for param in params for box in self._map.hf_slices[param]))
+
+    def _nbytes(self, names: list[str]) -> int:
+        return sum(prod(self._map.hf_shapes[name]) * self._dtypes[name].itemsize for name in names)
+
+    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> None:
+        tensors = {name: (self._map.hf_shapes[name], self._dtypes[name]) for name in self._tensors[file.name]}
+        with closing(HfFile(folder / file.name, tensors)) as out:
+            for param, flat in params:
+                for box in self._map.hf_slices[param]:
+                    out.write(box, flat)
+
+    def finish(self, folder: Path, results: list[None]) -> None:
+        write_index(folder, self._tensors, sum(file.nbytes for file in self.files))
+
+    def reopen(self, folder: Path) -> Source:
+        written = HfFolder(folder)
+        written.check(self._map.hf_shapes)
+        return hf_source(self._map, written)
+
+
 def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[ShardSlice]:
-    """The slice in `parts` equal ones, each in blocks of rows of at most BLOCK_BYTES; a row is not divided."""
+    """Split the slice into `parts` equal ones, each into blocks of whole rows of at most BLOCK_BYTES."""
     axis = lead_axis(box.shape)
     rows = box.shape[axis]
     part, limit = -(-rows // parts), max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
@@ -160,7 +218,7 @@ def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[
 
 
 def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
-    """Consecutive groups whose sizes add up to at most `limit`; a larger item is alone."""
+    """Consecutive groups of at most `limit` in total size; a larger item has a group to itself."""
     groups: list[list[Item]] = []
     filled = limit
     for item in items:
@@ -180,7 +238,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    """The index of `files` (name -> tensors); a single file needs none."""
+    """Write the index of `files` (name -> tensors), unless there is a single file."""
     if len(files) > 1:
         weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
         values = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -188,29 +246,29 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: i
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy config and tokenizer; not an index, nor metadata.json, which is a Megatron checkpoint's."""
+    """Copy config and tokenizer, but neither an index nor a Megatron checkpoint's metadata.json."""
     for file in (file for pattern in COPIED for file in source.glob(pattern)):
         if not file.name.endswith(".index.json") and file.name != "metadata.json":
             shutil.copyfile(file, folder / file.name)
 
 
 def view(parameter: Tensor, box: ShardSlice) -> Tensor:
-    """Where the slice lies in a contiguous parameter."""
+    """The slice as a view of a contiguous parameter."""
     return parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
 
 
 def lead_axis(shape: Sequence[int]) -> int:
-    """The first dim of a size other than 1: the one that rows are counted along."""
+    """The first dim whose size is not 1; rows are counted along it."""
     return next((axis for axis, size in enumerate(shape) if size != 1), 0)
 
 
 def _position(start: Sequence[int], full: Sequence[int]) -> int:
-    """Of the element at `start` in a contiguous tensor of shape `full`; trailing indices default to 0."""
+    """Index of the element at `start` in a contiguous tensor of shape `full`; trailing indices default to 0."""
     return sum(first * prod(full[axis + 1 :]) for axis, first in enumerate(start))
 
 
 def _without_pairs(box: ShardSlice, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, shape) of the box in its tensor, whose last dim the box may see as pairs, [..., n / 2, 2]."""
+    """(start, shape) in the tensor of a slice that may view its last dim as pairs, [..., n / 2, 2]."""
     if len(box.shape) != dims + 1:
         return box.start, box.shape
     return (*box.start[:-2], 2 * box.start[-2]), (*box.shape[:-2], 2 * box.shape[-2])

@@ -1,11 +1,11 @@
-"""Everything that resuming a run needs, as a Megatron distributed checkpoint: any layout can read it.
+"""Saves everything that resuming a run needs as a Megatron distributed checkpoint, which any layout can read.
 
-    state --host copy--> [thread] .step_<n>.part --all ranks wrote--> step_<n>, then `latest`, then older ones go
+    state --host copy--> [thread] .step_<n>.part --all ranks wrote--> step_<n>, then `latest`; older ones are removed
 
 A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the prompts' cursor, the
-objective's state, each rank's random generators. The files are written while the next rollout runs, and get their
-name at a later boundary, when every rank's are complete. A run that is refused in the middle of a step can still save
-the boundary before it.
+objective's state, each rank's random generators. The files are written during the next rollout, and their folder is
+renamed at a later boundary, when every rank's are complete. A run that a check stops in the middle of a step can still
+save the boundary before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one forma
 
 
 class Trained(Protocol):
-    """What a checkpoint saves of a trainer."""
+    """The parts of a trainer that a checkpoint saves."""
 
     @property
     def model(self) -> Sequence[Any]: ...  # Megatron's DistributedDataParallel of each chunk of this stage
@@ -51,7 +51,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """The state after `step` steps, besides the trainer's own."""
+    """The state after `step` steps, except for the trainer's."""
 
     step: int
     state: ObjectiveState
@@ -67,7 +67,7 @@ class Checkpoints:
     prompts: Prompts
     state: InitVar[ObjectiveState]  # before the first step
     _: KW_ONLY
-    every: int  # steps; and at the end. 0: never
+    every: int  # steps, and after the last one; 0: never
     keep: int
     last_step: int
     asynchronous: bool = True
@@ -76,29 +76,32 @@ class Checkpoints:
 
     def __post_init__(self, state: ObjectiveState) -> None:
         self._now = _Boundary(0, state, self.prompts.state())
-        self._saved = 0  # step of the newest checkpoint; 0 needs none, it is the model itself
+        self._saved = 0  # step of the newest checkpoint; step 0 is the model itself
         self._writing: tuple[int, Writing] | None = None  # step
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
         """Called once a step, between update and publish.
 
-        Raises CheckFailed when an earlier checkpoint could not be written.
+        Raises CheckFailed if an earlier checkpoint could not be written.
         """
         self._now = _Boundary(step, state, self.prompts.state())
-        if self._writing is not None and _all_true(self._writing[1].done):
-            self.finish()
+        if self._writing is not None:
+            is_done = torch.tensor(int(not self._writing[1].thread.is_alive()))
+            dist.all_reduce(is_done, dist.ReduceOp.MIN)
+            if is_done:
+                self.finish()
         if self.every and (last or step == self.last_step or step % self.every == 0):
             self.save()
         if self.export is not None:
             self.export(step)
 
     def save(self) -> None:
-        """Save the newest boundary, unless it is saved or nothing was trained yet. `finish` waits for the files."""
+        """Start to save the newest boundary, unless it is already saved or step 0. `finish` waits for the files."""
         self.finish()
         now = self._now
         if now.step == self._saved:
             return
-        staging = files.staging(self.folder, now.step)
+        staging = self.folder / f".step_{now.step}.part"
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
@@ -115,9 +118,9 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and give it its name; call at the end of a run.
+        """Wait for the checkpoint that is being written and rename it to its final name; call at the end of a run.
 
-        Raises CheckFailed when it could not be written.
+        Raises CheckFailed if it could not be written.
         """
         if self._writing is None:
             return
@@ -127,20 +130,20 @@ class Checkpoints:
         if dist.get_rank() == 0:
             final = self.folder / f"step_{step}"
             shutil.rmtree(final, ignore_errors=True)
-            files.staging(self.folder, step).rename(final)
+            writing.folder.rename(final)
             write_atomic(self.folder / "latest", f'"{final.name}"\n')
             files.prune(self.folder, self.keep)
         dist.barrier()
         self._saved = step
 
     def restore(self, resume: str) -> tuple[int, ObjectiveState]:
-        """Resume from "auto" (the newest complete checkpoint, if there is one), "never", or a checkpoint's folder.
+        """Resume from "auto" (the newest complete checkpoint, if any), "never", or a checkpoint's folder.
 
-        Returns (steps done, objective's state). Raises ValueError when the named folder, or each of several, is
-        incomplete.
+        Returns (steps done, objective's state). Raises ValueError if the named folder, or every one, is incomplete.
         """
         if dist.get_rank() == 0:
-            files.sweep(self.folder)
+            for unfinished in self.folder.glob(".step_*.part"):  # of runs that were killed
+                shutil.rmtree(unfinished, ignore_errors=True)
         source = self._find(resume)
         if source is None:
             return 0, self._now.state
@@ -161,7 +164,7 @@ class Checkpoints:
         return self._now.step, state
 
     def _find(self, resume: str) -> Path | None:
-        """The same folder on every rank: rank 0 lists them, all verify."""
+        """Returns the same folder on every rank: rank 0 lists them, all verify."""
         if resume == "never":
             return None
         if resume != "auto":
@@ -184,22 +187,16 @@ class Checkpoints:
         return None
 
     def _chunks(self) -> list[tuple[str, Any]]:
-        """Virtual stages have several; their layers' keys are global, so another layout finds them."""
+        """One per virtual stage; layers have global keys, so that any layout can load them."""
         return [(f"model{number}", chunk.module) for number, chunk in enumerate(self.trained.model)]
 
     def _sharded(self, *, loading: bool = False) -> dict[str, Any]:
-        """This rank's weights and optimizer state, each tensor with its place in the whole one."""
+        """This rank's weights and optimizer state, each tensor with its offset in the global one."""
         if loading:
             _allocate(self.trained.optimizer)
         model = {name: chunk.sharded_state_dict() for name, chunk in self._chunks()}
         optimizer = self.trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
         return {**model, "optimizer": optimizer}
-
-
-def _all_true(value: bool) -> bool:
-    agreed = torch.tensor(int(value))
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return bool(agreed)
 
 
 def _from_rank_0(value: Any) -> Any:
@@ -209,7 +206,7 @@ def _from_rank_0(value: Any) -> Any:
 
 
 def _wrong(folder: Path) -> str:
-    """What is wrong with a checkpoint, "" if nothing; each rank reads its share of the files."""
+    """Describes the damage of a checkpoint, "" if it is complete; each rank reads its share of the files."""
     expected, wrong = {}, []
     if dist.get_rank() == 0:
         try:
@@ -225,7 +222,7 @@ def _wrong(folder: Path) -> str:
 
 
 def _sharded_random() -> dict[str, ShardedObject]:
-    """This rank's random generators; of use to the same rank of a world of the same size."""
+    """The states of this rank's random generators, for the same rank of a world of the same size."""
     megatron: Any = get_cuda_rng_tracker()
     state = {
         "torch": torch.get_rng_state(),
@@ -249,8 +246,10 @@ def _set_random(state: Mapping[str, Any]) -> None:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """With torch's Adam (no Transformer Engine, no Apex) Megatron-Core 0.16 asks the checkpoint for a step count per
-    parameter, where it keeps one per group, and then makes all parameters share one tensor, which each counts up.
+    """Load the optimizer's state, around two defects of Megatron-Core 0.16 with torch's Adam (no TE, no Apex).
+
+    It expects a step count per parameter, although it saves one per group; and then all parameters share one tensor,
+    which each increments.
     """
     parts = [part for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
     for part in parts:
@@ -262,7 +261,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Non
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Moments and step counts exist only after a first step; a load writes into them."""
+    """Create moments and step counts, which otherwise exist after the first step only; loading writes into them."""
     for part in _parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
@@ -271,7 +270,7 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Dense and expert parameters have an optimizer each."""
+    """The optimizers of dense and of expert parameters."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

@@ -1,20 +1,21 @@
-"""A Megatron distributed checkpoint (`torch_dist`) as source and as target of a conversion.
+"""Megatron distributed checkpoints (`torch_dist`): loaded into a model, and as source and target of a conversion.
 
-Names and shapes are those of the module's own `sharded_state_dict`; files are read and written by
-torch.distributed.checkpoint, one parameter in memory at a time. `megatron.core.dist_checkpointing.load` reads the
-result in any layout, and what its `save` writes is read here.
+Conversions take names and shapes from `sharded_state_dict` and use torch.distributed.checkpoint, with one parameter in
+memory at a time. They read what `megatron.core.dist_checkpointing.save` writes; its `load` reads their result in any
+layout.
 """
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
@@ -39,15 +40,36 @@ from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, 
 from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
 from megarl.models.shards import ShardSlice
 
-__all__ = ["MegatronFolder", "MegatronSource", "MegatronTarget", "is_checkpoint", "stored_tensors"]
+__all__ = ["MegatronFolder", "MegatronTarget", "is_checkpoint", "load_weights", "stored_tensors"]
 
 
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
+def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
+    """Load a checkpoint, saved in any layout, into this rank's pipeline chunks. All ranks call it.
+
+    Raises ValueError if the checkpoint is another model's.
+    """
+    for chunk in chunks:
+        sharded = {
+            name: entry
+            for name, entry in chunk.sharded_state_dict().items()  # type: ignore[operator]
+            if not isinstance(entry, ShardedObject)  # not weights but Transformer Engine's FP8 scales
+        }
+        try:
+            loaded: Any = dist_checkpointing.load(sharded, str(folder))
+        except Exception as error:  # Megatron and torch raise a different class for each failure
+            raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it another model's?") from error
+        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
+        for name, tensor in tensors.items():
+            if name in loaded:
+                tensor.data.copy_(loaded[name])
+
+
 def stored_tensors(model: nn.Module) -> StoredTensors:
-    """What Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
+    """The tensors that Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
     shapes, padded, objects = {}, set(), []
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -73,7 +95,7 @@ class MegatronFolder:
     """A checkpoint's tensors, read by slices. Several threads may read."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError when its metadata cannot be read."""
+        """Raises ValueError if its metadata cannot be read."""
         self._folder = folder
         self._reader = FileSystemReader(folder)
         try:
@@ -101,7 +123,7 @@ class MegatronFolder:
                 raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {size}")
         for key in self.tensors:
             if key not in stored.shapes and not key.startswith("optimizer."):
-                raise ValueError(f"{metadata}: tensor {key} is none of this model's")
+                raise ValueError(f"{metadata}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():
             size = sizes.get(place.relative_path, 0)
@@ -112,18 +134,21 @@ class MegatronFolder:
                 )
         num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
         for key, whole in ((key, self.tensors[key]) for key in num_stacked):
-            for chunk in whole.chunks:  # by layer or expert: torch looks through all that it is given
+            for chunk in whole.chunks:  # by layer or expert: torch searches the whole list
                 place = key, tuple(chunk.offsets[: num_stacked[key]])
                 empty = TensorStorageMetadata(whole.properties, whole.size, [])
                 self._chunks.setdefault(place, empty).chunks.append(chunk)
 
-    def copy(self, box: ShardSlice, flat: Tensor) -> None:
-        """Copy the slice of tensor `box.name` to where it lies in the parameter `flat`. Rows that pad may be absent."""
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].properties.dtype
+
+    def copy(self, box: ShardSlice, parameter: Tensor) -> None:
+        """Copy the slice of tensor `box.name` to where it lies in `parameter`. Padding rows may be absent."""
         chunks = self._chunks[box.name, box.start[: lead_axis(box.shape)]]
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
         try:
-            self._reader.read_data(LoadPlan(items), _IntoTensor(view(flat, box)))
+            self._reader.read_data(LoadPlan(items), _IntoTensor(view(parameter, box)))
         except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
             places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
             files = ", ".join(str(self._folder / place) for place in sorted(places))
@@ -131,7 +156,7 @@ class MegatronFolder:
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Gives the reader the one tensor to fill."""
+    """Passes the reader the tensor to fill."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -139,21 +164,6 @@ class _IntoTensor(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._tensor
-
-
-class MegatronSource:
-    def __init__(self, conversion_map: ConversionMap, folder: MegatronFolder) -> None:
-        self._map = conversion_map
-        self._folder = folder
-
-    def dtype(self, param: str) -> torch.dtype:
-        return self._folder.tensors[self._map.stored.slices[param][0].name].properties.dtype
-
-    def read(self, param: str) -> Tensor:
-        flat = torch.zeros(self._map.numel(param), dtype=self.dtype(param))
-        for box in self._map.stored.slices[param]:
-            self._folder.copy(box, flat)
-        return flat
 
 
 class MegatronTarget:
@@ -212,11 +222,11 @@ class MegatronTarget:
     def reopen(self, folder: Path) -> Source:
         written = MegatronFolder(folder)
         written.check(self._map.stored)
-        return MegatronSource(self._map, written)
+        return Source(self._map, self._map.stored.slices, written)
 
 
 class _StreamedChunks(DefaultSavePlanner):
-    """Gives the writer the next chunk when it asks for one. It asks in the order of its plan."""
+    """Passes the writer the next chunk; it asks for them in the order of its plan."""
 
     def __init__(self, chunks: Iterator[Tensor]) -> None:
         super().__init__()
@@ -226,7 +236,7 @@ class _StreamedChunks(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             empty = io.BytesIO()
-            torch.save([None], empty)  # what Transformer Engine keeps of a layer that was never run
+            torch.save([None], empty)  # Transformer Engine's state of a layer that was never run
             return empty
         self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
         self._previous = next(self._chunks).clone()

@@ -1,9 +1,9 @@
-"""A distributed checkpoint on its way to disk: planned and copied to the host at once, written by a thread.
+"""Writes a distributed checkpoint: plans it and copies it to the host at once, writes the files on a thread.
 
     plan (collective) -> host copy -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
 
-A thread of our own in place of Megatron-Core's writer processes: 0.16 forks them from a process that holds an engine
-and its threads. Only the thread's disk work runs beside the loop; every collective is the caller's.
+The thread replaces Megatron-Core's writer processes, because 0.16 forks them from a process with an engine and its
+threads. Only disk work runs on the thread; all collectives run on the caller's.
 """
 
 from __future__ import annotations
@@ -25,47 +25,42 @@ __all__ = ["Writing"]
 
 
 class Writing:
-    """Constructing it begins the write, `finish` ends it; every rank does both, in the same order."""
+    """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""
 
     def __init__(self, sharded: dict[str, Any], folder: Path) -> None:
         """Plan and copy; the state may change once this returns. `folder` exists and is empty."""
-        self._folder = folder
+        self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
-        # otherwise every rank spawns a process for this queue, though writer and reader are in this one
+        # by default every rank spawns a process for this queue, though writer and reader are threads of this one
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
-        # 0.19 would hand the write to another package unless told otherwise
+        # 0.19 delegates the write to another package by default
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
         self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """On this rank."""
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self.thread.start()
 
     def finish(self) -> None:
         """Wait for all ranks' files, then complete the checkpoint.
 
-        Raises CheckFailed, on every rank, when one of them could not write.
+        Raises CheckFailed on every rank if one of them could not write.
         """
-        self._thread.join()
+        self.thread.join()
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
         if any(errors):
             rank = next(rank for rank, error in enumerate(errors) if error)
-            raise CheckFailed(f"checkpoint {self._folder} was not written: rank {rank}: {errors[rank]}")
+            raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
         for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
             finalize()
         by_rank: list[files.Sums] = [{}] * dist.get_world_size()
         dist.all_gather_object(by_rank, self._sums)
         if dist.get_rank() == 0:
             written = {name: entry for sums in by_rank for name, entry in sums.items()}
-            others = [path.name for path in self._folder.iterdir() if path.name not in written]
-            files.write_manifest(self._folder, written | files.sums(self._folder, others))
+            others = [path.name for path in self.folder.iterdir() if path.name not in written]
+            files.write_manifest(self.folder, written | files.sums(self.folder, others))
         dist.barrier()
 
     def _write(self) -> None:
@@ -73,7 +68,7 @@ class Writing:
             results = {}
             for index, bucket in enumerate(self._buckets):
                 results[index] = self._write_file(index, bucket)
-                self._sums |= files.sums(self._folder, [bucket[1]])
+                self._sums |= files.sums(self.folder, [bucket[1]])
             if self._buckets:
                 self._request.async_fn_args[2].put(results)
         except Exception as error:  # noqa: BLE001 (in a thread: `finish` raises it)
@@ -94,7 +89,7 @@ class Writing:
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Buckets are (path, name, (objects, tensors)); copied on a CPU too, where the state goes on changing."""
+    """Copies buckets of (path, name, (objects, tensors)); also on a CPU, where training changes the state."""
     return [
         (path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets

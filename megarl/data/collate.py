@@ -1,4 +1,4 @@
-"""Collates groups of samples into one flat batch. The only place where tokens are shifted into labels.
+"""Collates groups of samples, or prompts with answers, into a flat batch. Only here tokens are shifted into labels.
 
 tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
 trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T
@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.types import FINISH, Group, Sample, TokenBatch, TrainBatch
+from megarl.data.tokenizer import Tokenizer
+from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
 
-__all__ = ["collate", "token_batch"]
+__all__ = ["collate", "supervised_batch", "token_batch"]
 
 
 def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
-    """The batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""
+    """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""
     return TokenBatch(
         tokens=_flat([tokens for tokens, _ in rows], torch.int64),
         labels=_flat([_shifted(tokens, 0) for tokens, _ in rows], torch.int64),
@@ -28,14 +29,29 @@ def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) ->
     )
 
 
+def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBatch:
+    """Returns one row per prompt, whose answer and end token are learned. Raises ValueError if an answer is missing."""
+    rows = []
+    for prompt in prompts:
+        if prompt.answer is None:
+            raise ValueError(
+                f"problem {prompt.prompt_id} has no answer ({prompt.text[:40]!r}), and stage: sft learns from answers; "
+                "give each row of the task an answer"
+            )
+        tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(prompt.answer)])
+        rows.append((tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)))
+    return token_batch(rows, temperature=1.0)
+
+
 def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False) -> TrainBatch:
-    """One row per sample, in the order of the groups: N samples with T tokens in all. Every sample must be scored.
+    """Returns one row per sample, in order: N samples with T tokens in all. Every sample must be scored.
 
     With `mask_truncated`, the mask of samples that reached the token limit is False, so they are not trained on.
     """
     rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
     samples = [sample for _, _, sample in rows]
-    masks = [_mask(sample, mask_truncated) for sample in samples]
+    is_masked = [mask_truncated and sample.finish == "length" for sample in samples]
+    masks = [_shifted(s.trainable & (not masked), False) for s, masked in zip(samples, is_masked, strict=True)]
     reward_rows = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
     logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
     tokens = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=temperature)
@@ -59,17 +75,12 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     )
 
 
-def _mask(sample: Sample, mask_truncated: bool) -> Tensor:
-    mask_L = _shifted(sample.trainable, False)
-    return torch.zeros_like(mask_L) if mask_truncated and sample.finish == "length" else mask_L
-
-
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=dtype), *(row.to(dtype) for row in rows)])
 
 
 def _shifted(x_L: Tensor, last: float) -> Tensor:
-    """The value of token t + 1 at position t, and `last` at the last position."""
+    """Moves the value of token t + 1 to position t; the last position gets `last`."""
     return torch.cat([x_L[1:], x_L.new_full((min(x_L.numel(), 1),), last)])
 
 

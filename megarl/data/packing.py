@@ -27,12 +27,13 @@ PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micr
 
 # row length at which attention costs as much as the matrix products of a layer, about 12 hidden sizes
 ATTENTION_LENGTH = 24576
+MAX_SWAPS = 1000
 
 
 def plan_microbatches(
     batch: TokenBatch, layout: Layout, train: Train, *, units: Sequence[int] | None = None
 ) -> MicrobatchPlan:
-    """The plan of one batch: which rows each rank runs in each micro-batch of each update.
+    """Plans one batch: which rows each rank runs in each micro-batch of each update.
 
     Rows of one unit (consecutive equal ids, such as the two rows of a preference pair) stay in one micro-batch.
     """
@@ -52,7 +53,7 @@ def plan_microbatches(
 
 
 def microbatch_multiple(layout: Layout) -> int:
-    """The number of micro-batches must be a multiple of this: of the pipeline size for interleaved 1F1B."""
+    """Returns the divisor of the number of micro-batches: the pipeline size for interleaved 1F1B."""
     return layout.pp.size if layout.vpp.size > 1 else 1
 
 
@@ -66,7 +67,7 @@ def plan_rows(
     units: Sequence[int] | None = None,
     multiple: int = 1,
 ) -> PlannedRows:
-    """Returns ``rows[update][dp_rank][microbatch]``, with every row once.
+    """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
     Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; fewer groups
     than `updates` make fewer updates. Every rank has the same number of micro-batches, a multiple of `multiple`, some
@@ -74,23 +75,16 @@ def plan_rows(
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens}; give a positive number of tokens")
-    if units is not None:
-        rows_of_unit = [tuple(rows) for _, rows in groupby(range(len(units)), key=lambda row: units[row])]
-        planned = plan_rows(
-            [sum(lengths[row] for row in rows) for rows in rows_of_unit],
-            dp=dp,
-            updates=updates,
-            max_tokens=max_tokens,
-            groups=None if groups is None else [groups[rows[0]] for rows in rows_of_unit],
-            multiple=multiple,
-        )
-        return tuple(
-            tuple(tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank) for rank in update)
-            for update in planned
-        )
-    lengths_N = np.asarray(lengths, dtype=np.int64)
-    ranges = _split_groups(range(len(lengths)) if groups is None else groups, updates)
-    return tuple(_plan_update(np.asarray(rows, np.int64), lengths_N, dp, max_tokens, multiple) for rows in ranges)
+    all_rows = range(len(lengths))
+    row_units, row_groups = units or all_rows, groups or all_rows
+    rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]
+    lengths_U = np.array([sum(lengths[row] for row in rows) for rows in rows_of_unit], dtype=np.int64)
+    ranges = _split_groups([row_groups[rows[0]] for rows in rows_of_unit], updates)
+    planned = [_plan_update(np.asarray(part, np.int64), lengths_U, dp, max_tokens, multiple) for part in ranges]
+    return tuple(
+        tuple(tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank) for rank in update)
+        for update in planned
+    )
 
 
 def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
@@ -123,15 +117,15 @@ def _plan_update(
 
 
 def _costs(lengths: np.ndarray) -> np.ndarray:
-    """Integers, so that every rank and machine breaks ties the same way."""
+    """Returns integers, so that every rank and machine breaks ties the same way."""
     return lengths * ATTENTION_LENGTH + lengths * lengths
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """The bins of first-fit-decreasing, as item indices; an item larger than `capacity` has a bin to itself.
+    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` has a bin to itself.
 
-    Fills one bin after the other with the largest remaining item that fits. The bins are those of the textbook loop
-    over items, but the next item is found by bisection over the distinct sizes.
+    Fills one bin after the other with the largest remaining item that fits, located by bisection over the distinct
+    sizes. The bins are those of the usual loop over items.
     """
     capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
     order = np.argsort(capped_N, kind="stable")
@@ -162,25 +156,22 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partition items, given by index, into `parts` of nearly equal cost.
+    """Partitions items, given by index, into `parts` of nearly equal cost.
 
     Assigns the largest first, each to the least loaded part; then swaps items between the most and the least loaded
     part while that brings their loads closer.
     """
     costs_N = np.asarray(costs, dtype=np.int64)
-    members: list[list[int]] = [[] for _ in range(parts)]
+    assigned: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     cost_of = costs_N.tolist()
     for item in np.argsort(-costs_N, kind="stable").tolist():
         load, part = heap[0]
-        members[part].append(item)
+        assigned[part].append(item)
         heapq.heapreplace(heap, (load + cost_of[item], part))
-    return _swapped(costs_N, [np.asarray(part, dtype=np.int64) for part in members])
-
-
-def _swapped(costs_N: np.ndarray, members: list[np.ndarray], rounds: int = 1000) -> list[list[int]]:
+    members = [np.asarray(part, dtype=np.int64) for part in assigned]
     loads = np.array([costs_N[part].sum() for part in members])
-    for _ in range(rounds):
+    for _ in range(MAX_SWAPS):
         most, least = int(loads.argmax()), int(loads.argmin())
         swap = _best_swap(costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least]))
         if swap is None:
@@ -193,7 +184,7 @@ def _swapped(costs_N: np.ndarray, members: list[np.ndarray], rounds: int = 1000)
 
 
 def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """The two items whose exchange brings the gap in load closest to 0, and the load it moves."""
+    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it moves."""
     if gap < 2 or not low.size:
         return None
     order = np.argsort(low, kind="stable")
@@ -233,7 +224,7 @@ def _pipeline_order(bins: list[Rows], lengths_N: np.ndarray, num_bins: int) -> t
 
 
 def _efficiency(rows: PlannedRows, lengths: Sequence[int]) -> float:
-    """Real tokens over the tokens there would be if each micro-batch were as full as that of the fullest rank."""
+    """Real tokens over the tokens if each micro-batch were as full as that of the fullest rank."""
     padded = sum(
         len(update) * max(sum(lengths[row] for row in bin) for bin in microbatch)
         for update in rows

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.data.tasks import Problem, Question, Source
+from megarl.data.tasks import Source
 from megarl.data.tokenizer import Template, Tokenizer
 from megarl.types import Prompt
 
-__all__ = ["PromptStream", "question_text"]
+__all__ = ["PromptStream"]
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +36,28 @@ class PromptStream:
     _order: tuple[int, list[int]] = field(default=(-1, []), repr=False)  # epoch, its permutation
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts.
-
-        Raises ValueError if too many prompts in a row are longer than `max_tokens`.
-        """
+        """The next `count` prompts. Raises ValueError if too many prompts in a row are longer than `max_tokens`."""
         taken: list[Prompt] = []
         skips = 0
         while len(taken) < count:
-            prompt = self._prompt(self.position)
+            problem = self.source.problem(self._index(self.position))
+            tokens = self.tokenizer.encode_prompt(problem.question, self.template)
+            text = problem.question
+            if not isinstance(text, str):  # chat messages
+                text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
+            prompt = Prompt(self.position, tokens, text, problem.answer, problem.extra)
             self.position += 1
-            if 0 < len(prompt.tokens) <= self.max_tokens:
+            if 0 < len(tokens) <= self.max_tokens:
                 taken.append(prompt)
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
             if self.skipped == 1:
-                log.warning("a prompt of %d tokens exceeds %d and is skipped", len(prompt.tokens), self.max_tokens)
+                log.warning("a prompt of %d tokens exceeds %d and is skipped", len(tokens), self.max_tokens)
             if skips == min(MAX_SKIPS, self.source.size or MAX_SKIPS):
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "
-                    f"(the last has {len(prompt.tokens)}); raise it, or choose a task with shorter prompts"
+                    f"(the last has {len(tokens)}); raise it, or choose a task with shorter prompts"
                 )
         return taken
 
@@ -65,13 +67,8 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.position, self.skipped = int(state["position"]), int(state["skipped"])
 
-    def _prompt(self, position: int) -> Prompt:
-        problem: Problem = self.source.problem(self._index(position))
-        tokens = self.tokenizer.encode_prompt(problem.question, self.template)
-        return Prompt(position, tokens, question_text(problem.question), problem.answer, problem.extra)
-
     def _index(self, position: int) -> int:
-        """The problem at `position`: an endless task in its own order, a finite one in a new order each epoch."""
+        """Index of the problem at `position`; a finite task is shuffled each epoch, an endless one is not."""
         size = self.source.size
         if size is None:
             return position
@@ -81,10 +78,3 @@ class PromptStream:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
             self._order = (epoch, order)
         return self._order[1][index]
-
-
-def question_text(question: Question) -> str:
-    """A question as text; of chat messages, one per line with its role."""
-    if isinstance(question, str):
-        return question
-    return "\n".join(f"{message['role']}: {message['content']}" for message in question)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from megarl.config.schema import Task
 from megarl.data.user_code import import_function, is_dotted
 
-__all__ = ["Problem", "Question", "Source", "Split", "check_task", "load_task", "random_tokens"]
+__all__ = ["Problem", "Question", "Source", "Split", "check_task", "hash31", "load_task", "random_tokens"]
 
 Split = Literal["train", "eval"]
 Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
@@ -50,7 +50,7 @@ class Source:
 
 
 def load_task(task: Task, split: Split = "train") -> Source:
-    """The problems of a task's split. Raises ValueError or FileNotFoundError with the values and the remedy."""
+    """Loads the problems of a task's split. Raises ValueError or FileNotFoundError with the values and the remedy."""
     kind, _, rest = task.name.partition(":")
     if kind == "reasoning_gym":
         source = _reasoning_gym(rest, task, split)
@@ -76,11 +76,8 @@ def check_task(task: Task, *, held_out: bool = False) -> None:
         load_task(task, "eval").problem(0)
 
 
-# --- generated problems -------------------------------------------------------------------------------------------
-
-
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
-    """Every index draws 31-bit numbers until one makes a question of `split`."""
+    """Hashes each index with attempt 0, 1, ... to a number, until its question belongs to `split`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # in a package it imports, once per installation
@@ -101,7 +98,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
 
     def problem(index: int) -> Problem:
         for attempt in range(ATTEMPTS):
-            entry = dataset[_hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
+            entry = dataset[hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
             if _split_of(entry["question"]) == split:
                 score = partial(dataset.score_answer, entry=entry)
                 return Problem(entry["question"], _text(entry["answer"]), {"score": score})
@@ -122,19 +119,17 @@ def _num_indices(dataset: Any) -> int:
     return 2**31
 
 
-def _hash31(text: str) -> int:
+def hash31(text: str) -> int:
+    """Hashes `text` to 31 bits, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
 
 def _split_of(question: str) -> Split:
-    return "eval" if _hash31(f"held out? {question}") % HELD_OUT == 0 else "train"
+    return "eval" if hash31(f"held out? {question}") % HELD_OUT == 0 else "train"
 
 
 def _text(answer: Any) -> str | None:
     return None if answer is None else str(answer)
-
-
-# --- lists of problems --------------------------------------------------------------------------------------------
 
 
 def _jsonl(file: str, task: Task, split: Split) -> Source:
@@ -145,15 +140,11 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
     if split == "eval":
         if held_out is None:
             raise ValueError(f"task.name={task.name!r} has no held-out problems; give task.options.eval_file=FILE")
-        return _list_source(_read_jsonl(Path(str(held_out))))
-    rows = _read_jsonl(Path(file))
-    if held_out is not None:
-        questions = {json.dumps(row.question) for row in _read_jsonl(Path(str(held_out)))}
-        rows = [row for row in rows if json.dumps(row.question) not in questions]
-    return _list_source(rows)
-
-
-def _list_source(problems: Sequence[Problem]) -> Source:
+        file = str(held_out)
+    problems = _read_jsonl(Path(file))
+    if split == "train" and held_out is not None:
+        questions = {json.dumps(problem.question) for problem in _read_jsonl(Path(str(held_out)))}
+        problems = [problem for problem in problems if json.dumps(problem.question) not in questions]
     return Source(problems.__getitem__, len(problems))
 
 
@@ -194,7 +185,7 @@ _EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 
 
 def _problem(row: Any, where: str) -> Problem:
-    """One row as a problem; all fields but question and answer go into `extra`. `where` appears in errors."""
+    """Makes a problem of a row; all fields but question and answer go into `extra`. `where` appears in errors."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {_EXAMPLE}")
     keys = [key for key in QUESTION_KEYS if key in row]
@@ -226,7 +217,7 @@ def _short(value: Any) -> str:
 def random_tokens(
     *, split: Split, vocab: int, size: int = 4096, least: int = 2, most: int = 8, first: int = 4, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Prompts of `least` to `most` random token ids from `first` on, for models without a tokenizer."""
+    """Draws prompts of `least` to `most` random token ids from `first` on, for models without a tokenizer."""
     draw = random.Random(f"{split}/{seed}")
     return [
         {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}

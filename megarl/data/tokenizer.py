@@ -1,6 +1,6 @@
-"""Converts text to token ids and back, once each; the engine sees ids only.
+"""Converts text to token ids and back; the engine gets ids only.
 
-For a model folder without a tokenizer (a tiny test model) a text is the ids themselves: "5 17 3".
+If a model folder (of a tiny test model) has no tokenizer, a text consists of the ids: "5 17 3".
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megarl.data.tasks import Question
 
@@ -18,18 +18,8 @@ Template = Literal["chat", "plain"]
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-class Tokenizer(Protocol):
-    """`eos` has every token id that ends a response."""
-
-    eos: tuple[int, ...]
-
-    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]: ...
-    def encode_answer(self, text: str) -> tuple[int, ...]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of the Hugging Face model in folder `path`."""
+    """Loads the tokenizer of the Hugging Face model in folder `path`."""
     folder = Path(path)
     config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
     eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
@@ -56,12 +46,14 @@ def _ids(value: Any) -> set[int]:
 
 
 class HfTokenizer:
+    """A Hugging Face tokenizer; `eos` has every token id that ends a response."""
+
     def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
         self.inner = inner
         self.eos = eos
 
     def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
-        """Token ids of the question: in the tokenizer's chat template up to the start of the answer, or as plain text.
+        """Encodes a question as plain text, or in the tokenizer's chat template up to the start of the answer.
 
         `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none.
         """
@@ -75,7 +67,7 @@ class HfTokenizer:
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Token ids of the text and the end token, like a finished response."""
+        """Encodes the text and adds the end token, as in a finished response."""
         end = self.inner.eos_token_id if self.inner.eos_token_id is not None else next(iter(self.eos), None)
         return (*self.inner(text, add_special_tokens=False)["input_ids"], *(() if end is None else (end,)))
 
@@ -84,7 +76,7 @@ class HfTokenizer:
 
 
 class TokenIds:
-    """The tokenizer of models without one: texts are token ids, separated by spaces."""
+    """Replaces the tokenizer of models without one: a text is token ids, separated by spaces."""
 
     def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
         self.eos = eos
@@ -111,3 +103,6 @@ class TokenIds:
                     f"{word!r} is none. Give the model a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
                 )
         return tuple(map(int, text.split()))
+
+
+Tokenizer = HfTokenizer | TokenIds

@@ -1,13 +1,13 @@
-"""Runs untrusted code after dropping, irrevocably, every right it must not have.
+"""Runs untrusted code after dropping, irrevocably, every right that it must not have.
 
-A script that uses only the standard library; `megarl.jail.sandbox` starts it in an empty folder and environment:
+This script uses only the standard library. `megarl.jail.sandbox` starts it in an empty folder and environment:
 
     python jailed.py '{"folder": ..., "mode": "stdio" | "calls" | "probe", limits ...}'
 
     drop_rights() -> solution.py runs -> stdio: as a program; the parent compares what it prints
                                       -> calls: executes requests.json, one JSON line per request on the report pipe
 
-The expected answers are never in this process: nothing here can read them, and exiting early passes no test.
+The expected answers are never in this process: the code cannot read them, and exiting early passes no test.
 
 Dropped for every thread: capabilities; memory, CPU seconds, file sizes and open files beyond the rlimits; all files
 outside Python's own and the folder (Landlock); sockets, processes, signals to others, changes to the modes of other
@@ -152,7 +152,7 @@ def set_rlimits(spec: dict[str, Any]) -> None:
 
 
 def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
-    """Apply every limit, in the order that works. Returns the limits this machine lacks, each with its error."""
+    """Apply every limit, in the required order. Returns the limits that this machine lacks, each with its error."""
     missing = {}
 
     def attempt(limit: str, function: Any, *arguments: Any) -> None:
@@ -167,7 +167,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec)
     attempt("network and processes (seccomp)", seccomp)
-    if "network and processes (seccomp)" in missing:  # second best, effective unless root: no process, no thread
+    if "network and processes (seccomp)" in missing:  # fallback without effect for root: no process, no thread
         attempt("processes (rlimits)", lambda: resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)))
     return missing
 
@@ -209,7 +209,7 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
 
 
 def run_stdio(source: str) -> str:
-    """Run the solution as a program. Returns the kind of its failure; calling sys.exit is none."""
+    """Run the solution as a program. Returns the kind of its failure; calling sys.exit is not one."""
     sys.argv = ["solution.py"]
     kind = load(source, "__main__")[1]
     return "" if kind == "exited" else kind

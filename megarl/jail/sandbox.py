@@ -1,8 +1,8 @@
-"""Starts untrusted code in a process of its own, feeds it, and kills it when it exceeds a limit.
+"""Starts untrusted code in a separate process, sends its input, and kills it if it exceeds a limit.
 
     source, input --empty folder--> jailed.py (a fresh Python) --stdout, report pipe--> Run(kind, output, results)
 
-Every program runs in one process that cannot start another, so killing it ends everything. Kinds of failure:
+Every program runs in one process, which cannot start another, so killing it ends everything. Kinds of failure:
 `timeout`, `memory`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal it has no
 right to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), and `sandbox` (a limit could
 not be set, so the code did not run).
@@ -58,7 +58,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`kind` of failure is empty if the code ran to its end; `results` has an entry for each request it completed."""
+    """`kind` of failure is empty if the code ran to its end; `results` has an entry per completed request."""
 
     kind: str
     output: bytes = b""
@@ -67,7 +67,7 @@ class Run:
 
 
 def missing_limits() -> dict[str, str]:
-    """The limits this machine cannot enforce, each with the reason; empty on Linux with Landlock and seccomp."""
+    """Returns the limits this machine cannot enforce, with reasons; empty on Linux with Landlock and seccomp."""
     if not sys.platform.startswith("linux"):
         return {"everything": f"{sys.platform} is not Linux"}
     process = _JailedProcess("", Limits(strict=False), mode="probe")
@@ -96,7 +96,7 @@ def _result(reply: dict[str, Any]) -> CallResult:
 
 
 def from_json(tagged: Any) -> Any:
-    """The value that jailed.to_json encoded. Malformed input becomes an object that equals nothing."""
+    """Decodes the value that jailed.to_json encoded. Malformed input becomes an object that equals nothing."""
     if not isinstance(tagged, dict) or len(tagged) != 1:
         return tagged
     ((kind, content),) = tagged.items()
@@ -112,7 +112,7 @@ def from_json(tagged: Any) -> Any:
 
 
 def _known_kind(kind: Any) -> str:
-    """The code could have written this report itself, so only known kinds are passed on."""
+    """Maps unknown kinds to "exception", because the code could have written the report itself."""
     return kind if kind in REPORTED_KINDS else "exception"
 
 

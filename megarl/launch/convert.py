@@ -24,9 +24,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors, Target
 from megarl.checkpoint.convert import Conversion
-from megarl.checkpoint.hf_conversion import HfSource, HfTarget
-from megarl.checkpoint.hf_folder import HfFolder
-from megarl.checkpoint.torch_dist import MegatronFolder, MegatronSource, MegatronTarget, is_checkpoint, stored_tensors
+from megarl.checkpoint.hf_folder import HfFolder, HfTarget, hf_source
+from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
 from megarl.models.shape import ModelShape
@@ -118,12 +117,12 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
         has_mtp = any(key.startswith("mtp.") for key in checkpoint.tensors)
         conversion_map = _conversion_map(shape, checkpoint.tensors, mtp=has_mtp)
         checkpoint.check(conversion_map.stored)
-        return conversion_map, MegatronSource(conversion_map, checkpoint)
+        return conversion_map, Source(conversion_map, conversion_map.stored.slices, checkpoint)
     folder = HfFolder(source)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
     conversion_map = _conversion_map(shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors))
     folder.check(conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ())  # it is the embedding
-    return conversion_map, HfSource(conversion_map, folder)
+    return conversion_map, hf_source(conversion_map, folder)
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:

@@ -10,7 +10,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import Job, check_config
 from megarl.data.tasks import check_task
 from megarl.platform.env import Env
-from megarl.rewards.catalog import check_rewards
+from megarl.rewards.catalog import make_rewards
 
 __all__ = ["describe", "preflight"]
 
@@ -20,7 +20,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     job = check_config(config, env, command=command)
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command == "eval":
-        check_rewards(config.rewards)
+        make_rewards(config.rewards)
     return job
 
 

@@ -6,7 +6,7 @@ import json
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
-from megarl.data.supervised import Examples
+from megarl.data.collate import supervised_batch
 from megarl.debug.layout_check import check_layouts, compare, prompt_rows
 from megarl.launch.build import make_prompts, make_trainer, open_rank
 from megarl.launch.exit_codes import CurrentPhase
@@ -23,7 +23,7 @@ def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(config.model_copy(update={"train": train}), env, phase) as rank:
         prompts = make_prompts(rank).take(NUM_ROWS)
         if config.stage == "sft":
-            batch = Examples(rank.tokenizer)(prompts)
+            batch = supervised_batch(rank.tokenizer, prompts)
         else:
             batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
         folder = run_dir(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.config.schema import Config
-from megarl.data.supervised import Examples
+from megarl.data.collate import supervised_batch
 from megarl.launch.build import export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
@@ -23,7 +25,7 @@ def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
         with rank_telemetry(rank, start) as telemetry:
             run = SftRun(
                 prompts=prompts,
-                examples=Examples(rank.tokenizer),
+                examples=partial(supervised_batch, rank.tokenizer),
                 trainer=trainer,
                 phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, current=phase),
                 checkpoint=checkpoint,

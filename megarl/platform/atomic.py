@@ -1,4 +1,4 @@
-"""Files that readers see complete or not at all."""
+"""Writes files that readers see complete or not at all."""
 
 from __future__ import annotations
 

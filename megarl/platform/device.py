@@ -1,4 +1,4 @@
-"""Which device this process computes on, and which backend its collectives use."""
+"""The device of this process, the backend of its collectives, and memory statistics."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ def pick_device(local_rank: int = 0) -> Device:
 
 def free_host_bytes() -> int | None:
     """Memory that processes can allocate without swapping; None if the system does not report it."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    return _proc_bytes("/proc/meminfo", "MemAvailable:")
 
 
 def reset_peak(device: torch.device) -> None:
@@ -66,8 +62,13 @@ def peak_gb(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
+    peak_bytes = _proc_bytes("/proc/self/status", "VmHWM:")
+    return float("nan") if peak_bytes is None else peak_bytes / 1e9
+
+
+def _proc_bytes(file: str, field: str) -> int | None:
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024 / 1e9
-    return float("nan")
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    return None

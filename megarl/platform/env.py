@@ -2,8 +2,8 @@
 
     launcher --set_env, child_env--> os.environ --Env.read--> Env
 
-Torch's variables (RANK, WORLD_SIZE, ...) are those that torchrun sets. megarl adds two: MEGARL_JOB_ID, which prefixes
-whatever a job shares on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
+torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefixes the names of a job's shared
+resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Env", "child_env", "count_gpus", "get_env", "is_installed", "is_inte
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """A process's rank and job. Without a launcher: a single rank."""
+    """A process's rank and job; a single rank if there is no launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,7 +44,7 @@ class Env:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
-        """Raises ValueError when a launcher's variable is not a number."""
+        """Raises ValueError if a launcher's variable is not a number."""
         source = os.environ if environ is None else environ
         job_id = source.get("MEGARL_JOB_ID", "")
         if "RANK" not in source or "WORLD_SIZE" not in source:
@@ -59,7 +59,7 @@ class Env:
                 raise ValueError(f"environment variable {name}={text!r} is not a number; start with torchrun") from None
 
         world_size, port = number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
-        # torchrun's run id distinguishes jobs on one host, or else the port
+        # torchrun's run id, or otherwise the port, distinguishes jobs on one host
         job_id = job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
         return cls(
             rank=number("RANK", 0),
@@ -76,12 +76,12 @@ class Env:
 
 
 def get_env(name: str, default: str | None = None) -> str | None:
-    """A variable of another library; for rank and job use `Env`."""
+    """Read a variable of another library; for rank and job use `Env`."""
     return os.environ.get(name, default)
 
 
 def set_env(**variables: str | int | None) -> None:
-    """Set variables that other libraries read when imported; None removes one."""
+    """Set variables that other libraries read when they are imported; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -90,12 +90,12 @@ def set_env(**variables: str | int | None) -> None:
 
 
 def child_env(**variables: str | int) -> dict[str, str]:
-    """The environment of a child process: this one's, updated by `variables`."""
+    """This process's environment, updated by `variables`, for a child process."""
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
 def is_interactive() -> bool:
-    """True in a terminal that can redraw a line, False in pipes and CI logs."""
+    """Whether stdout is a terminal that can redraw a line, not a pipe or a CI log."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and "CI" not in os.environ
 
 

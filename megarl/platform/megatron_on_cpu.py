@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.machinery
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType
@@ -47,10 +48,6 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def _zero(*_args: Any, **_kwargs: Any) -> int:
-    return 0
-
-
 class _Stream:
     """A CUDA stream or event. A CPU executes in order, so there is a single stream and nothing to wait for."""
 
@@ -78,16 +75,9 @@ class _Stream:
         return 0.0
 
 
-# Stands for the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
+# Replaces the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
 # Nothing draws from it: layers have no dropout, parameters are loaded.
 _GENERATOR = torch.Generator()
-
-
-class _Generators:
-    """`torch.cuda.default_generators`, with a single generator."""
-
-    def __getitem__(self, _index: Any) -> torch.Generator:
-        return _GENERATOR
 
 
 def _get_rng_state(device: Any = None) -> torch.Tensor:
@@ -98,17 +88,13 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     _GENERATOR.set_state(state)
 
 
-def _lazy_call(function: Callable[[], Any], **_kwargs: Any) -> None:
-    function()
-
-
 def _no_compile(function: Any = None, **_kwargs: Any) -> Any:
     """torch.compile as a decorator that returns the function unchanged, with or without arguments."""
     return (lambda inner: inner) if function is None else function
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory with device="cuda" replaced by the CPU, and pin_memory ignored."""
+    """Returns the factory with device="cuda" replaced by the CPU and pin_memory ignored."""
 
     @functools.wraps(factory)
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -143,7 +129,7 @@ def _is_even(tensors: Sequence[torch.Tensor]) -> bool:
 def _all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Parts of different lengths are padded to the longest."""
+    """Pads parts of different lengths to the longest."""
     if _is_even(tensor_list):
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
@@ -164,7 +150,7 @@ def _reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Parts of different lengths are reduced together; each rank keeps its part."""
+    """Reduces parts of different lengths as one tensor, of which each rank keeps its part."""
     if _is_even(input_list):
         return dist.reduce_scatter(output, [part.contiguous() for part in input_list], op, group, async_op)
     assert not async_op, "an uneven reduce_scatter is emulated and cannot be asynchronous"
@@ -175,14 +161,10 @@ def _reduce_scatter(
 
 
 def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`tensor.type()` with the name of the CUDA type; with arguments, the usual conversion."""
+    """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
     if args or kwargs:
         return tensor.type(*args, **kwargs)
     return str(tensor.type()).replace("torch.", "torch.cuda.", 1)
-
-
-def _itself(obj: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return obj
 
 
 _FACTORIES = (
@@ -197,8 +179,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.set_device", _nothing, "selects the GPU", _ALL),
     Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state", _ALL),
     Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator", _ALL),
-    Patch("torch.cuda._lazy_call", _lazy_call, "queues a call until CUDA has started", _ALL),
-    Patch(".cuda()", _itself, "moves tensors to the GPU (rotary embedding under context parallelism)", _ALL),
+    Patch("torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues calls until CUDA starts", _ALL),
+    Patch(".cuda()", lambda tensor, *_, **_kwargs: tensor, "moves rotary embeddings (context parallelism)", _ALL),
     Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names", _ALL),
     *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"', _ALL) for name in _FACTORIES),
     # Randomness
@@ -207,7 +189,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.random.get_rng_state", _get_rng_state, "as above", _ALL),
     Patch("torch.cuda.random.set_rng_state", _set_rng_state, "as above", _ALL),
     Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "as above", _ALL),
-    Patch("torch.cuda.default_generators", _Generators(), "as above", _ALL),
+    Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above", _ALL),
     # Order of execution
     Patch("torch.cuda.Stream", _Stream, "side streams for communication and offload", _ALL),
     Patch("torch.cuda.Event", _Stream, "orders streams", _ALL),
@@ -216,8 +198,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.default_stream", _Stream, "as above", _ALL),
     Patch("torch.cuda.synchronize", _nothing, "waits for the GPU", _ALL),
     Patch("torch.cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph records", "0.19.2"),
-    Patch("torch.cuda.empty_cache", _nothing, "gives cached blocks back", _ALL),
-    Patch("torch.cuda.memory_allocated", _zero, "counts GPU memory", _ALL),
+    Patch("torch.cuda.empty_cache", _nothing, "frees cached blocks", _ALL),
+    Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory", _ALL),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),
     Patch("torch.cuda.nvtx.range_pop", _nothing, "as above", _ALL),
     # Compilation: takes longer than small CPU functions run, and inductor needs a C++ compiler
@@ -320,7 +302,7 @@ class _Host:
                 self.names.setdefault(module, {})[name] = patch.replacement
 
     def _import(self, *args: Any, **kwargs: Any) -> Any:
-        """`import torch.x` returns torch, `from torch.x import y` returns torch.x; return the view of either."""
+        """Returns the view of torch for `import torch.x`, and of torch.x for `from torch.x import y`."""
         module = builtins.__import__(*args, **kwargs)
         return self.views.get(getattr(module, "__name__", ""), module)
 

@@ -21,16 +21,16 @@ from megarl.rewards.process import make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN
 
-__all__ = ["check_rewards", "make_rewards"]
+__all__ = ["make_rewards"]
 
 MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
 NAMES = (*BUILT_IN, *MAKERS, "process")
 
 
-def make_rewards(rewards: Sequence[Reward], *, decode: Decode | None, timeout_s: float) -> list[BatchReward]:
-    """What computes each reward; `timeout_s` limits one call of a function, process rewards need `decode`.
+def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
+    """Makes the rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
 
-    Raises ValueError if a reward cannot be found, does not take its options or is named twice.
+    Raises ValueError if a reward is unknown, does not take its options or is named twice.
     """
     names = [reward.name for reward in rewards]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -53,8 +53,3 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     near = get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}; or write package.module:function"
     raise ValueError(f"rewards: name={name!r} is unknown; {hint}")
-
-
-def check_rewards(rewards: Sequence[Reward]) -> None:
-    """Raises ValueError like `make_rewards`."""
-    make_rewards(rewards, decode=None, timeout_s=1.0)

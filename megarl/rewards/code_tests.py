@@ -1,4 +1,4 @@
-"""Reads the tests of a programming problem in the formats of common datasets, and judges the results.
+"""Reads the tests of a programming problem in the formats of common datasets, and checks their results.
 
     {"inputs": [...], "outputs": [...], "fn_name"?}     APPS, TACO; with a function's name: arguments and results
     [{"input": ..., "output": ..., "testtype"?}, ...]   LiveCodeBench; "functional": one JSON value per line
@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 __all__ = ["CallTest", "ProgramTest", "read_tests", "same", "same_output"]
@@ -43,17 +44,14 @@ class ProgramTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """Requests for jail.sandbox.run_calls; `is_passed` judges their results."""
+    """Requests for jail.sandbox.run_calls; `is_passed` checks their results."""
 
     requests: tuple[dict[str, Any], ...]
     is_passed: Callable[[Sequence[Any]], bool]
 
 
 def read_tests(raw: Any, name: str | None = None) -> list[ProgramTest | CallTest]:
-    """Parse `raw`; `name` is the function to call, unless the tests name it.
-
-    Raises ValueError if `raw` is not in a known format.
-    """
+    """Parses tests of any known format, or raises ValueError; `name` is the function to call if the tests name none."""
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)
@@ -83,9 +81,6 @@ def _parse_item(item: Any, name: str | None) -> list[ProgramTest | CallTest]:
             raise ValueError("a functional test without fn_name")
         return [_pair(item["input"], item["output"], function)]
     raise ValueError(f"{type(item).__name__} {str(item)[:60]!r}")
-
-
-# --- inputs and outputs -------------------------------------------------------------------------------------------
 
 
 def _pair(inputs: Any, expected: Any, name: str | None) -> ProgramTest | CallTest:
@@ -125,7 +120,7 @@ def _tuples_as_lists(value: Any) -> Any:
 
 
 def same(actual: Any, expected: Any) -> bool:
-    """Equality up to TOLERANCE for numbers with a fraction."""
+    """Compares values, with TOLERANCE if one of two numbers is a float."""
     if isinstance(actual, float) or isinstance(expected, float):
         return isinstance(actual, int | float) and isinstance(expected, int | float) and _close(actual, expected)
     if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
@@ -137,14 +132,11 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """The same words on each line, with numbers compared as numbers; white space at the end of the text is ignored."""
-    lines, expected_lines = (text.rstrip().split("\n") for text in (actual, expected))
-    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
-
-
-def _same_line(actual: str, expected: str) -> bool:
-    words, expected_words = actual.split(), expected.split()
-    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+    """Compares texts word by word on each line, numbers by value, without white space at the end."""
+    lines, expected_lines = ([line.split() for line in text.rstrip().split("\n")] for text in (actual, expected))
+    return [*map(len, lines)] == [*map(len, expected_lines)] and all(
+        map(_same_word, chain(*lines), chain(*expected_lines))
+    )
 
 
 def _same_word(actual: str, expected: str) -> bool:
@@ -163,11 +155,8 @@ def _close(actual: float, expected: float) -> bool:
         return False
 
 
-# --- assertions ---------------------------------------------------------------------------------------------------
-
-
 def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
-    """One test per assertion, with the statements before it as its setup, and one of those after the last."""
+    """Returns a test per assertion, with the statements before it as its setup, and one of the statements after it."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -176,20 +165,16 @@ def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
     setup: list[dict[str, Any]] = []
     for statement in _inline_tests(body, name):
         if isinstance(statement, ast.Assert):
-            requests, is_passed = _assertion(statement.test)
-            tests.append(CallTest((*setup, *requests), _skip(len(setup), is_passed)))
+            requests, is_passed = _assertion(statement.test, skip=len(setup))
+            tests.append(CallTest((*setup, *requests), is_passed))
             setup = []
         else:
             setup.append({"statement": ast.unparse(statement)})
     return [*tests, *([CallTest(tuple(setup), bool)] if setup else [])]
 
 
-def _skip(count: int, is_passed: Callable[[Sequence[Any]], bool]) -> Callable[[Sequence[Any]], bool]:
-    return lambda values: is_passed(values[count:])
-
-
 def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
-    """`body` with ``check(candidate)`` and ``test_...()`` replaced by their statements, and without calls of them."""
+    """Replaces ``check(candidate)`` and ``test_...()`` by their statements, and removes the calls of them."""
     inlined = {
         item.name: item
         for item in body
@@ -212,7 +197,7 @@ def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
 
 
 def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None:
-    """The name called by the first statement that is a call; with `function`, the first argument of a call of it."""
+    """Name called by the first statement that is a call; with `function`, the first argument of a call of it."""
     for item in body:
         if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call) and isinstance(item.value.func, ast.Name):
             if function is None:
@@ -243,8 +228,8 @@ class _ExtractExpressions(ast.NodeTransformer):
         return ast.copy_location(ast.Name(f"_value_{len(self.expressions) - 1}", ast.Load()), node)
 
 
-def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
-    """The requests that an assertion needs, and the assertion as a function of their results."""
+def _assertion(condition: ast.expr, *, skip: int) -> tuple[list[dict[str, Any]], Callable[[Sequence[Any]], bool]]:
+    """Returns an assertion's requests, and the assertion as a function of the results after the first `skip`."""
     extractor = _ExtractExpressions(TRUSTED)
     remainder = ast.Expression(extractor.visit(copy.deepcopy(condition)))
     if not extractor.expressions:  # the function under test has the name of a trusted one: `assert sum([1, 2]) == 3`
@@ -255,7 +240,7 @@ def _assertion(condition: ast.expr) -> tuple[list[dict[str, Any]], Callable[[Seq
     program = compile(ast.fix_missing_locations(remainder), "assertion", "eval")
 
     def is_passed(values: Sequence[Any]) -> bool:
-        names = {f"_value_{number}": value for number, value in enumerate(values)}
+        names = {f"_value_{number}": value for number, value in enumerate(values[skip:])}
         try:
             return bool(eval(program, {"__builtins__": {}, **TRUSTED, **names}))
         except Exception:  # noqa: BLE001 (such as None < 1: the result has the wrong type)

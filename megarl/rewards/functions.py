@@ -1,8 +1,8 @@
-"""A function as a reward: called with the arguments it names of a sample, and with the reward's own options.
+"""Functions as rewards.
 
 ``f(prompt, response, answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts, `tokens` the
-response's ids, `finish` is stop or length, and `extra` holds the problem's other fields (among them a function
-`score`, if the task judges answers itself). A function may leave out any argument.
+response's ids, `finish` is stop or length, and `extra` holds the reward's options and the problem's other fields (among
+them a function `score`, if the task judges answers itself). A function may leave out any argument.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ class FunctionReward:
     def of(
         cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float
     ) -> FunctionReward:
-        """Raises ValueError for an option the function does not take; `name` is the reward's."""
-        accepted = _argument_names(function)
-        if accepted is not None:
+        """Raises ValueError, naming the reward `name`, for an option that the function does not take."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # some callables written in C have no signature
+            parameters = ()
+        accepted = None
+        if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            accepted = frozenset(p.name for p in parameters)
             known = sorted(accepted - ARGUMENTS)
             if unknown := next((option for option in options if option not in known), None):
                 raise unknown_option(name, unknown, known)
@@ -46,17 +51,8 @@ class FunctionReward:
         return [try_score(lambda request: Score(float(self.call(request))), request) for request in requests]
 
     def call(self, request: ScoreRequest, **context: Any) -> Any:
-        """The function's result; raises ScoreError when it takes too long, else whatever it raises."""
+        """Returns the function's result. Raises ScoreError if it takes too long, and the function's own errors."""
         arguments = {**request.arguments(), **context, **self.options}
         if self.accepted is not None:
             arguments = {name: arguments[name] for name in self.accepted if name in arguments}
         return call_with_time_limit(self.function, arguments, timeout_s=self.timeout_s)
-
-
-def _argument_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return None
-    accepts_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return None if accepts_any else frozenset(p.name for p in parameters)

@@ -1,9 +1,9 @@
-"""What passes between the scorer and a reward: plain data without tensors, so that it can be sent anywhere.
+"""The interface of scorer and rewards: plain data without tensors, which can be sent to any process.
 
     Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)--> Score --> Sample.reward
 
-A score without a value drops its sample: the reward failed, not the policy. A score with a value and a cause counts:
-the policy is to blame (its code ran into the time limit, for example), and the metrics count the cause.
+A score without a value drops its sample, because the reward failed, not the policy. A score with a value and a cause
+trains: the policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One sample, as rewards see it."""
+    """The fields of a sample and its problem that rewards use."""
 
     id: str  # "<prompt id>/<sample index>", unique in a call
     prompt: str
@@ -38,9 +38,9 @@ class ScoreRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for a reward function; a field of the problem never hides what was sampled."""
-        fields = ("prompt", "response", "answer", "finish")
-        return {**self.extra, **{name: getattr(self, name) for name in fields}, "tokens": list(self.tokens)}
+        """Keyword arguments of a reward function; the sample's fields take precedence over the problem's."""
+        fields = {name: getattr(self, name) for name in ("prompt", "response", "answer", "finish")}
+        return {**self.extra, **fields, "tokens": list(self.tokens)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class ScoreError(Exception):
 class BatchReward:
     """One reward of a config. Calling it scores a batch in order and never raises.
 
-    `total_s` is the number of seconds after which the scorer stops waiting for it; it then runs on a thread of its
-    own. None: it runs on the calling thread, and limits the time of each sample itself.
+    `total_s` is the number of seconds for which the scorer waits; the reward then runs on a separate thread. None: it
+    runs on the calling thread, and limits the time of each sample itself.
     """
 
     name: str
@@ -84,9 +84,9 @@ class BatchReward:
 
 
 def try_score(score: Callable[..., Score], *args: Any) -> Score:
-    """``score(*args)``, or a score without a value for whatever it raises, so that no reward can end the run.
+    """Returns ``score(*args)``, or a score without a value for any error, so that no reward can end the run.
 
-    An argument that is a ScoreError is raised too.
+    An argument that is a ScoreError counts as raised.
     """
     try:
         if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):
@@ -99,10 +99,7 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
 
 
 def parse_options(section: type[Options], reward: Reward) -> Options:
-    """A reward's options as an instance of `section`.
-
-    Raises ValueError with the values and the remedy.
-    """
+    """Validates a reward's options. Raises ValueError with the values and the remedy."""
     if unknown := next((name for name in reward.options if name not in section.model_fields), None):
         raise unknown_option(reward.name, unknown, list(section.model_fields))
     try:

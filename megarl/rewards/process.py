@@ -1,4 +1,4 @@
-"""The `process` reward: the response is split into steps, and each step's score sits at the token that completes it.
+"""The `process` reward: splits the response into steps, and assigns each step's score to the token that completes it.
 
     text --splitter--> steps (joined, they are the text) --scorer--> a number each --token ends--> Sample.step_rewards
 
@@ -61,7 +61,7 @@ class ProcessOptions(HttpOptions):
 
 
 def make_process(reward: Reward, decode: Decode) -> BatchReward:
-    """`decode` must make the response's text of its tokens. Raises ValueError if an option is wrong."""
+    """`decode` must return the response's text for its tokens. Raises ValueError if an option is wrong."""
     options = parse_options(ProcessOptions, reward)
     if "://" in options.scorer:
         client = HttpClient.of(options.scorer, options, reward=reward.name)
@@ -104,8 +104,8 @@ class _Process:
             scores = self.scorer.call(request, steps=steps)
         scores = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(scores, list | tuple) or len(scores) != len(steps):
-            given = f"{len(scores)} scores" if isinstance(scores, list | tuple) else f"a {type(scores).__name__}"
-            raise ScoreError("bad_answer", f"{self.options.scorer} returned {given} for {len(steps)} steps")
+            result = f"{len(scores)} scores" if isinstance(scores, list | tuple) else f"a {type(scores).__name__}"
+            raise ScoreError("bad_answer", f"{self.options.scorer} returned {result} for {len(steps)} steps")
         values = [finite_number(score, self.options.scorer) for score in scores]
         ends = token_ends(self.decode, request.tokens, steps)
         if ends is None:
@@ -114,7 +114,7 @@ class _Process:
 
 
 def split_steps(text: str, pattern: str) -> list[str]:
-    """Split `text` after every match of `pattern`. White space alone is not a step but belongs to a neighbour."""
+    """Splits `text` after every match of `pattern`. White space alone is not a step; it joins a neighbouring one."""
     steps, start = [""], 0
     for end in [match.end() for match in re.finditer(pattern, text)] + [len(text)]:
         piece = text[start:end]

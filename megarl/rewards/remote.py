@@ -1,10 +1,10 @@
-"""Rewards from a server: batches over HTTP. `example_server.py` is a complete server in twenty lines.
+"""Rewards from a server, in batches over HTTP. `scripts/reward_server.py` is a complete server in twenty lines.
 
     rewards: [{name: "http://host:8000/score", weight: 1.0, options: {timeout_s: 30, retries: 3, batch_size: 32}}]
 
     POST /score HTTP/1.1
     Content-Type: application/json
-    Idempotency-Key: 5b0c...           the same for every attempt of one request
+    Idempotency-Key: 5b0c...           the same for all attempts of one request
 
     {"samples": [{"id": "17/0", "prompt": "1 + 1 =", "response": "2", "answer": "2", "finish": "stop", "extra": {}}]}
 
@@ -17,7 +17,7 @@ texts, and its entry `steps`, as many numbers. `extra` holds the problem's other
 
 Connections that fail or break, 5xx and 429 (after its Retry-After) are retried, with growing random pauses. Requests
 that exceed `timeout_s`, other statuses and malformed answers are not. A sample without a score is dropped and counted
-as reward/<url>/<cause>; it is never worth 0. Causes for a whole request: no_connection, broken, timeout,
+as reward/<url>/<cause>; it does not score 0. Causes for a whole request: no_connection, broken, timeout,
 http_<status>, too_large, not_json, bad_answer, unknown_id (an id that was not sent makes all others doubtful); for one
 sample: missing_id, duplicate_id, not_a_number, nan, error.
 """
@@ -88,7 +88,7 @@ class HttpClient:
 
     @classmethod
     def of(cls, url: str, options: HttpOptions, *, reward: str) -> HttpClient:
-        """Raises ValueError if the URL is invalid or the variable of a header is not set; `reward` is named in it."""
+        """Raises ValueError, naming `reward`, if the URL is invalid or the variable of a header is not set."""
         _check_url(url, reward)
         headers = {}
         for header, variable in options.headers_env.items():
@@ -103,7 +103,7 @@ class HttpClient:
         return self.options.total_s + CANCEL_S
 
     def ask(self, payloads: Sequence[Any]) -> list[Any]:
-        """The JSON answers in order, a ScoreError where there is none."""
+        """Returns the JSON answers in order, with a ScoreError for each request that failed."""
         return asyncio.run(self._all(payloads)) if payloads else []
 
     async def _all(self, payloads: Sequence[Any]) -> list[Any]:
@@ -187,11 +187,8 @@ def _retry_after(header: str) -> float:
     return 0.0
 
 
-# --- scores of a batch --------------------------------------------------------------------------------------------
-
-
 def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_size: int, *, key: str) -> list[Any]:
-    """What the server answers under `key` for each row, or a ScoreError."""
+    """Returns the server's value of `key` for each row, or a ScoreError."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     answers = client.ask([{"samples": batch} for batch in batches])
     values: dict[str, Any] = {}
@@ -201,7 +198,7 @@ def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_s
 
 
 def request_row(request: ScoreRequest) -> dict[str, Any]:
-    """A request as a JSON object, without the fields of its problem that JSON cannot represent."""
+    """Returns a request as a JSON object, without the problem's fields that JSON cannot represent."""
     fields = ("id", "prompt", "response", "answer", "finish")
     extra = {str(key): value for key, value in request.extra.items() if _is_json(value)}
     return {**{name: getattr(request, name) for name in fields}, "extra": extra}
@@ -238,16 +235,13 @@ def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[s
 
 
 def finite_number(value: Any, source: str) -> float:
-    """`value` as a float; raises ScoreError for anything but a finite number (booleans and text included)."""
+    """Returns `value` as a float. Raises ScoreError unless it is a finite number, not a boolean or text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ScoreError("not_a_number", f"{source} gave the score {str(value)[:60]!r}, not a number")
     with suppress(OverflowError):  # an integer too large for a float
         if math.isfinite(value):
             return float(value)
     raise ScoreError("nan", f"{source} gave the score {str(value)[:20]}")
-
-
-# --- the reward ---------------------------------------------------------------------------------------------------
 
 
 class RemoteOptions(HttpOptions):

@@ -1,10 +1,10 @@
-"""Samples get their rewards: a weighted sum of named rewards, none of which can stop the run or block it forever.
+"""Scores samples by a weighted sum of named rewards, none of which can stop the run or block it forever.
 
     samples --> requests --+--> functions: on this thread, each call under a time limit -------+--> scores --> reward
                            +--> code, servers, judges: on their own threads at the same time --+
 
-A score without a value drops the sample: its reward is None and the cause is in extra["dropped"]. For a score with a
-value and a cause (such as 0 for code that never ended) it is in extra["counted"]. Both are `reward/<name>/<cause>`.
+A score without a value drops the sample: its reward is None and extra["dropped"] has the cause. extra["counted"] has
+the causes of scores with a value (such as 0 for code that never ended). A cause reads `reward/<name>/<cause>`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megarl.config.schema import Reward
 from megarl.rewards.catalog import make_rewards
@@ -27,15 +28,12 @@ log = logging.getLogger(__name__)
 
 
 def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Decode | None = None) -> Scorer:
-    """The scorer of a config's rewards.
+    """Makes the scorer of a config's rewards. Raises ValueError if a reward cannot be resolved.
 
-    Args:
-        timeout_s: Time limit of one reward function on one sample.
-        decode: Text of a response's token ids. With it, `score` fills in `Sample.text`; process rewards need it.
-
-    Raises ValueError if a reward cannot be found or made.
+    `timeout_s` limits one call of a reward function. `decode` (token ids -> text) fills in `Sample.text`; process
+    rewards need it.
     """
-    return Scorer(tuple(make_rewards(rewards, decode=decode, timeout_s=timeout_s)), decode)
+    return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode)
 
 
 @dataclass(frozen=True)
@@ -53,20 +51,18 @@ class Scorer:
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         requests = [_request(by_id[sample.prompt_id], sample) for sample in samples]
         started = time.monotonic()
-        pending = {
-            reward.name: on_daemon_thread(lambda reward=reward: reward(requests))
+        pending = [
+            (reward.name, reward.total_s, on_daemon_thread(partial(reward, requests)))
             for reward in self.rewards
             if reward.total_s is not None
-        }
-        scores = {reward.name: reward(requests) for reward in self.rewards if reward.name not in pending}
-        for reward in self.rewards:
-            if reward.total_s is not None:
-                try:
-                    left_s = max(started + reward.total_s - time.monotonic(), 0)
-                    scores[reward.name] = pending[reward.name].result(left_s)
-                except TimeoutError:
-                    detail = f"had not scored {len(requests)} samples after {reward.total_s:.0f} s"
-                    scores[reward.name] = [Score(None, "timeout", detail)] * len(requests)
+        ]
+        scores = {reward.name: reward(requests) for reward in self.rewards if reward.total_s is None}
+        for name, total_s, future in pending:
+            try:
+                scores[name] = future.result(max(started + total_s - time.monotonic(), 0))
+            except TimeoutError:
+                detail = f"had not scored {len(requests)} samples after {total_s:.0f} s"
+                scores[name] = [Score(None, "timeout", detail)] * len(requests)
         return [
             self._scored(sample, {reward.name: scores[reward.name][row] for reward in self.rewards})
             for row, sample in enumerate(samples)
@@ -112,10 +108,8 @@ class Scorer:
     def _log_once(self, cause: str, sample: Sample, effect: str, detail: str) -> None:
         if cause not in self.logged:
             self.logged.add(cause)
-            log.warning(
-                "%s: prompt %d, sample %d %s: %s (later cases are only counted)",
-                cause, sample.prompt_id, sample.index, effect, detail,
-            )  # fmt: skip
+            where = f"prompt {sample.prompt_id}, sample {sample.index}"
+            log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, detail)
 
 
 def _request(prompt: Prompt, sample: Sample) -> ScoreRequest:

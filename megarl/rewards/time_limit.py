@@ -1,11 +1,11 @@
-"""A time limit on a user's function, from any thread.
+"""Calls a user's function under a time limit, from any thread.
 
 main thread      SIGALRM raises inside the call; the `re` engine and big-integer arithmetic check for signals too
 another thread   a worker process makes the call; its own alarm ends it, even inside C code that holds the GIL
 
-A thread cannot be stopped from outside, and one that matches a regular expression lets no other thread run, hence the
-process. A function that cannot be pickled (a lambda) runs on a daemon thread, which is abandoned when it is late.
-A call on the main thread inside C code that never checks for signals is not stopped.
+A thread cannot be stopped from outside, and blocks all others while it matches a regular expression, hence the process.
+A function that cannot be pickled (a lambda) runs on a daemon thread, which is abandoned when it is late. C code that
+never checks for signals is not stopped on the main thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class TimeLimitExceeded(ScoreError):
 
 
 class _Alarm(BaseException):
-    """Not an Exception, so that code which swallows those cannot swallow it."""
+    """Not an Exception, so that code that catches those does not catch it."""
 
 
 def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-    """``function(**arguments)``.
+    """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or the function's error.
 
-    Raises TimeLimitExceeded, or what the function raises; in a worker process that becomes a ScoreError with its text.
+    In a worker process the function's error becomes a ScoreError with its text.
     """
     if threading.current_thread() is threading.main_thread():
         try:
@@ -98,8 +98,6 @@ def on_daemon_thread(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-# --- worker processes ---------------------------------------------------------------------------------------------
-
 Worker = tuple[subprocess.Popen[bytes], Connection]
 _idle: deque[Worker] = deque()
 
@@ -130,7 +128,7 @@ def _start_worker() -> Worker:
         process = subprocess.Popen(
             [sys.executable, "-c", f"from megarl.rewards.time_limit import serve; serve({descriptor})"],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what the function prints does not belong into the trainer's output
+            stdout=2,  # keep the function's prints out of the trainer's output
             pass_fds=(descriptor,),
             env=child_env(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
         )

@@ -39,7 +39,7 @@ class Exchange:
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
     device: torch.device
-    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # times "reward"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).

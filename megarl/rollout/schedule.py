@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megarl.config.schema import Algorithm
+from megarl.data.tasks import hash31
 from megarl.roles import Prompts
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample
 
@@ -24,9 +25,8 @@ Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored
 
 
 def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
-    """31 bits that depend only on these four numbers, in every layout and process."""
-    text = f"{run_seed}/{step}/{prompt_id}/{index}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") & 0x7FFFFFFF
+    """Hashes these numbers to 31 bits, the same in every layout and process."""
+    return hash31(f"{run_seed}/{step}/{prompt_id}/{index}")
 
 
 def has_spread(group: Group, *, mask_truncated: bool = False) -> bool:

@@ -20,8 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megarl.checkpoint.load import load_weights
-from megarl.checkpoint.torch_dist import is_checkpoint
+from megarl.checkpoint.torch_dist import is_checkpoint, load_weights
 from megarl.config.schema import Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel

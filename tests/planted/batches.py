@@ -12,8 +12,8 @@ SCORER = "unit/rewards/test_scorer.py"
 BATCHES = [
     (
         "data/collate.py",
-        "mask_L = _shifted(sample.trainable, False)",
-        "mask_L = sample.trainable.clone()",
+        "masks = [_shifted(s.trainable & (not masked), False)",
+        "masks = [s.trainable & (not masked)",
         f"{COLLATE}::test_shift_labels_mask_and_logprobs",
     ),
     (
@@ -23,7 +23,7 @@ BATCHES = [
         f"{COLLATE}::test_step_rewards_on_masked_tokens_move_back",
     ),
     (
-        "rollout/schedule.py",
+        "data/tasks.py",
         "& 0x7FFFFFFF",
         "",
         f"{SCHEDULE}::test_seeds_are_31_bits_all_different_and_the_same_in_every_process",
@@ -83,9 +83,9 @@ BATCHES = [
         f"{TASKS}::test_a_stream_resumes_where_it_stood",
     ),
     (
-        "data/supervised.py",
-        "return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)",
-        "return tokens, torch.arange(tokens.numel()) >= 0",
+        "data/collate.py",
+        "torch.arange(tokens.numel()) >= len(prompt.tokens)",
+        "torch.arange(tokens.numel()) >= 0",
         "unit/data/test_tokenizer.py::test_examples_learn_the_answer_and_its_end_only",
     ),
     (

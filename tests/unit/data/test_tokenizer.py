@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megarl.config.schema import Create
-from megarl.data.supervised import Examples
+from megarl.data.collate import supervised_batch
 from megarl.data.tokenizer import TokenIds, load_tokenizer
 from megarl.launch.random_model import create_model
 from megarl.types import Prompt
@@ -75,8 +75,8 @@ def test_no_tokenizer_means_texts_are_ids(tmp_path):
 
 
 def test_examples_learn_the_answer_and_its_end_only():
-    examples = Examples(TokenIds((2,), 67))
-    batch = examples([Prompt(0, (10, 11, 12), "", "20 21"), Prompt(1, (13,), "", "22")])
+    prompts = [Prompt(0, (10, 11, 12), "", "20 21"), Prompt(1, (13,), "", "22")]
+    batch = supervised_batch(TokenIds((2,), 67), prompts)
     assert batch.tokens.tolist() == [10, 11, 12, 20, 21, 2, 13, 22, 2]
     assert batch.labels[batch.mask].tolist() == [20, 21, 2, 22, 2]
     assert batch.num_rows == 2 and batch.temperature == 1.0
@@ -84,4 +84,4 @@ def test_examples_learn_the_answer_and_its_end_only():
 
 def test_an_example_without_an_answer():
     with pytest.raises(ValueError, match=re.escape("problem 4 has no answer ('why?')")):
-        Examples(TokenIds((2,), 67))([Prompt(4, (10,), "why?")])
+        supervised_batch(TokenIds((2,), 67), [Prompt(4, (10,), "why?")])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megarl.config.schema import Reward
-from megarl.rewards.catalog import check_rewards
+from megarl.rewards.catalog import make_rewards
 
 JUDGE = {"url": "http://host:8000/v1", "model": "m"}
 
@@ -30,7 +30,7 @@ JUDGE = {"url": "http://host:8000/v1", "model": "m"}
 )
 def test_a_name_that_is_not_found(name, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        check_rewards([Reward(name=name)])
+        make_rewards([Reward(name=name)])
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_a_name_that_is_not_found(name, says):
 )
 def test_an_option_that_a_reward_does_not_take(name, options, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        check_rewards([Reward(name=name, options=options)])
+        make_rewards([Reward(name=name, options=options)])
 
 
 def test_options_that_rewards_take():
-    check_rewards([Reward(name=f"{__name__}:close", options={"tolerance": 1.0})])
-    check_rewards([Reward(name=f"{__name__}:anything", options={"whatever": 1.0})])
+    make_rewards([Reward(name=f"{__name__}:close", options={"tolerance": 1.0})])
+    make_rewards([Reward(name=f"{__name__}:anything", options={"whatever": 1.0})])
 
 
 def close(response, answer, tolerance=0.0):
@@ -81,11 +81,11 @@ def anything(**everything):
 
 def test_a_reward_named_twice():
     with pytest.raises(ValueError, match="given twice"):
-        check_rewards([Reward(name="format"), Reward(name="format", weight=0.5)])
+        make_rewards([Reward(name="format"), Reward(name="format", weight=0.5)])
 
 
 def test_a_module_that_fails_while_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "broken_reward.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
-        check_rewards([Reward(name="broken_reward:f")])
+        make_rewards([Reward(name="broken_reward:f")])

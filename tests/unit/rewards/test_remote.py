@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ def answer_to(body, score=lambda sample: float(sample["id"].split("/")[0])):
 
 
 def test_the_example_server():
-    command = [sys.executable, "-m", "megarl.rewards.example_server", "0"]
+    command = [sys.executable, str(Path(__file__).parents[3] / "scripts/reward_server.py"), "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             port = server.stdout.readline().strip()

@@ -1,5 +1,5 @@
-"""A complete reward server: ``python -m megarl.rewards.example_server 8000``, used in a config by
-``rewards: [{name: "http://localhost:8000/score"}]``. remote.py describes the protocol."""
+"""A complete reward server: ``python scripts/reward_server.py 8000``, used in a config by
+``rewards: [{name: "http://localhost:8000/score"}]``. megarl/rewards/remote.py describes the protocol."""
 
 import json
 import sys
