@@ -158,7 +158,7 @@ def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: boo
         norm = TENorm
     specs = {kind: _layer_spec(config, is_moe=kind, use_te=use_te) for kind in set(is_moe)}
     if True in specs:
-        _submodules(specs[True].submodules.mlp).router = BalancedRouter
+        _submodules(_submodules(specs[True]).mlp).router = BalancedRouter
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 
