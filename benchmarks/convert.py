@@ -111,6 +111,15 @@ for name in os.listdir(source):
 """
 
 
+# a process begins with the peak of the one that starts it, so a small one does
+_PEAK = """
+import resource, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+print("\\n", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, sep="")
+sys.exit(code)
+"""
+
+
 def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
     """The folder that is converted or copied: random in every tensor, on the disk."""
     config = hf_config(Create.model_validate(model))
@@ -143,13 +152,12 @@ def _converting(source: Path, target: Path, to: str) -> list[str]:
 def _timed(command: list[str]) -> tuple[float, int, str]:
     """Seconds from its start to its end, the process's peak of resident bytes, and what it prints."""
     began = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    output = child.stdout.read() if child.stdout else ""
-    _, status, usage = os.wait4(child.pid, 0)
+    child = subprocess.run([sys.executable, "-c", _PEAK, *command], stdout=subprocess.PIPE, text=True)
     seconds = time.perf_counter() - began
-    if status:
-        raise RuntimeError(f"{' '.join(command[:6])} ended with {os.waitstatus_to_exitcode(status)}")
-    return seconds, usage.ru_maxrss * 1024, output
+    if child.returncode:
+        raise RuntimeError(f"{' '.join(command[:6])} ended with {child.returncode}")
+    output, peak, _ = child.stdout.rsplit("\n", 2)
+    return seconds, int(peak) * 1024, output
 
 
 def _sums(folder: Path) -> dict[str, str]:

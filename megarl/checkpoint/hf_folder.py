@@ -72,26 +72,29 @@ class HfFolder:
         if box.name not in self.tensors:
             raise ValueError(f"{self.folder} has no tensor {box.name}; give a folder with all its *.safetensors files")
         for block in row_blocks(box, parameter.itemsize):
-            view(parameter, block).copy_(self._read(block))
+            self._read(block, view(parameter, block))
 
-    def _read(self, box: ShardSlice) -> Tensor:
-        """Returns the slice's elements, from whole rows along its lead axis, which are consecutive in the file."""
+    def _read(self, box: ShardSlice, target: Tensor) -> None:
+        """Fills `target` from whole rows along the slice's lead axis, which are consecutive in the file."""
         tensor = self.tensors[box.name]
         start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
             least = tuple(first + n for first, n in zip(start, shape, strict=True))
             raise ValueError(f"{tensor.file}: {box.name} has shape {full}, its config.json asks for at least {least}")
         lead = lead_axis(shape)
-        rows = torch.empty((*shape[lead : lead + 1], *full[lead + 1 :]), dtype=self.dtype(box.name))
-        offset = tensor.offset + _position(start[: lead + 1], full) * rows.itemsize
-        memory = _bytes_of(rows)
+        rows, dtype = (*shape[lead : lead + 1], *full[lead + 1 :]), self.dtype(box.name)
+        is_direct = shape[lead:] == rows and target.is_contiguous() and target.is_cpu and target.dtype == dtype
+        buffer = target.view(rows) if is_direct else torch.empty(rows, dtype=dtype)
+        offset = tensor.offset + _position(start[: lead + 1], full) * dtype.itemsize
+        memory = _bytes_of(buffer)
         while memory:
             count = os.preadv(self._handles[tensor.file], [memory], offset)
             if not count:
                 raise ValueError(f"{tensor.file} ends within {box.name}: it was cut off while being read")
             memory, offset = memory[count:], offset + count
-        inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
-        return rows[(slice(None), *inner)].reshape(box.shape)
+        if not is_direct:
+            inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
+            target.copy_(buffer[(slice(None), *inner)].reshape(box.shape))
 
 
 class HfFile:
