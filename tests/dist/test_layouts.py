@@ -27,5 +27,5 @@ def test_layouts_are_written_as_axes_and_sizes() -> None:
     assert parse_layout("tp2,pp2") == Parallel(tensor=2, pipeline=2)
     assert parse_layout("pp2,vpp4,etp2") == Parallel(pipeline=2, virtual_pipeline=4, expert_tensor=2)
     for text in ("tp", "t2", "tp0", "tp2,"):
-        with pytest.raises(ValueError, match="is no layout"):
+        with pytest.raises(ValueError, match="is not a layout"):
             parse_layout(text)
