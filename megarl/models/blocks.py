@@ -14,7 +14,7 @@ from megarl.models.shards import HF, MC, Qkv, Replicated, Rule, ShardDim0, Shard
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Checkpoint names of the parts of a layer with experts, after `model.layers.{layer}.`"""
+    """Checkpoint names of the modules of an MoE layer, after `model.layers.{layer}.`"""
 
     block: str = "mlp."
     router: str = "gate"
@@ -107,7 +107,7 @@ def expert_param(style: Style, linear: str, kind: str) -> str:
 
 
 def _swiglu(hidden: int, width: int, hf: str, mc: str, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
-    """`hf` precedes a name of `names`; `mc` has `{linear}` for the name of Megatron's linear layer."""
+    """`hf` is the prefix of the names in `names`; `mc` has `{linear}` in place of Megatron's linear layer."""
     gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
     return (
         Stack(gate_up, mc.replace("{linear}", "linear_fc1"), (width, width), (hidden,)),

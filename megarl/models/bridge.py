@@ -9,7 +9,7 @@ from megarl.models.config_json import ConfigReader, read_latent, read_sizes
 from megarl.models.shape import ModelShape
 from megarl.platform.env import is_installed
 
-REFUSED = (  # keys that change the logits, which megarl's own head computes, and keys of models of more than text
+REFUSED = (  # keys that change the logits, which megarl's own head computes, and keys of multimodal models
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
     "text_config", "vision_config", "audio_config", "is_encoder_decoder",
 )  # fmt: skip
@@ -39,7 +39,7 @@ def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> 
     experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return ModelShape(
         **read_sizes(config, latent=read_latent(config) if raw.get("kv_lora_rank") else None),
-        rms_eps=0.0,  # Bridge reads this one, and the next
+        rms_eps=0.0,  # Bridge reads this and the next itself
         rope_theta=0.0,
         experts=experts,
         experts_per_token=first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,

@@ -59,7 +59,7 @@ class ConfigReader:
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
-        """Refuses other values of these keys, which transformers or vLLM implement and megarl does not."""
+        """Refuses any other value of these keys: transformers or vLLM implement them, megarl does not."""
         for key, only in supported.items():
             if (value := self.raw.get(key)) is not None and value != only:
                 raise self.unsupported(key, value, only)
@@ -129,7 +129,7 @@ def read_decoder(
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
 ) -> ModelShape:
-    """Reads a pre-norm decoder with SwiGLU, the common kind.
+    """Reads the common kind of decoder: pre-norm, with SwiGLU.
 
     head_dim: the family's default; 0: hidden / heads
     rope: the result of `config.rope`, if the family calls it with options
@@ -146,7 +146,7 @@ def read_decoder(
 
 
 def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: Latent | None = None) -> dict[str, Any]:
-    """Reads the fields of ModelShape that have the same keys in all families."""
+    """Reads the fields of ModelShape whose keys are the same in all families."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if latent:
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim

@@ -87,7 +87,7 @@ def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
 
 
 def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
-    """Returns the rules of multi-token prediction beside its transformer layer; embedding and head are the model's."""
+    """Returns the rules of multi-token prediction except its transformer layer; embedding and head are shared."""
     mtp, norm, vocab = "mtp.layers.{layer}.", (shape.hidden,), (shape.vocab, shape.hidden)
     return (
         Replicated(HF + "enorm.weight", mtp + "enorm.weight", norm),

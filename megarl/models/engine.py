@@ -1,8 +1,8 @@
 """The engine's side of every family: where a rank of vLLM 0.32 stores each HF tensor.
 
 vLLM uses Hugging Face's names and Megatron's splits, and fuses some tensors, so its table is derived from Megatron's;
-`Family.engine` makes the exceptions. A plan then needs no engine: at start, the trace of vLLM's loaders is compared
-with the table (`first_mismatch`).
+`Family.engine` handles the exceptions. Planning needs no engine; at startup, the trace of vLLM's loaders is checked
+against the table (`first_mismatch`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def engine_table(shape: ModelShape) -> Table:
 
 
 def _derived(rule: Rule) -> Rule:
-    """Returns the rule of the same tensors in vLLM's parameter, named after the tensor or the tensors that it fuses."""
+    """Returns the rule for the same tensors in vLLM, whose parameter is named after the tensor or tensors it fuses."""
     if isinstance(rule, Qkv):
         rows = tuple(size[0] for size in rule.shapes().values())
         param = rule.hf[0].replace(".q_proj.", ".qkv_proj.")
@@ -50,7 +50,7 @@ def _derived(rule: Rule) -> Rule:
 
 
 def _derived_expert(rule: Rule) -> Rule:
-    """Returns the rule of the same tensors for all experts of the rank, which vLLM stacks in one parameter."""
+    """Returns the rule for the same tensors of all experts of the rank, which vLLM stacks in one parameter."""
     name = next(iter(rule.shapes()))
     weight = "w13" if "linear_fc1" in rule.param else "w2"
     block, kind = name.partition("experts.")[0], rule.param.rpartition(".")[2]
@@ -90,5 +90,5 @@ def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
 
 
 def _without_idle_strides(part: ShardSlice) -> ShardSlice:
-    """Returns the slice with stride 0 in dims of one element, where any stride is equivalent."""
+    """Returns the slice with stride 0 in dims of size 1, where all strides are equivalent."""
     return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))

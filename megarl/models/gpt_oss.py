@@ -1,6 +1,6 @@
 """gpt-oss in bf16: attention sinks, sliding windows, biases everywhere, a clamped SwiGLU.
 
-The checkpoint stores a layer's experts in one tensor, input dim first, with gate and up alternating in the last dim.
+The checkpoint stores a layer's experts in one tensor, input dim first, with gate and up interleaved in the last dim.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """Renames some parameters; vLLM stores gate and up alternating, and adds the last bias on one rank."""
+    """Renames some parameters; vLLM interleaves gate and up, and adds the down projection's bias on one rank only."""
 
     def expert(rule: Rule) -> Rule:
         if isinstance(rule, InterleavedGateUp):

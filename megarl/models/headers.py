@@ -39,7 +39,7 @@ def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def read_headers(folder: Path) -> dict[str, HfTensor]:
     """Returns every tensor of the files that the index lists, or of all *.safetensors if there is no index.
 
-    Raises ValueError with the file, and the tensor, that is missing, damaged or truncated.
+    Raises ValueError naming the file and tensor that are missing, damaged or truncated.
     """
     names: dict[str, str] = {}
     if (index := folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: Llama's layers, with biases of query, key and value."""
+"""Qwen2 and 2.5: Llama's layers, with query, key and value biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama's layers, with norms of queries and keys, and heads of 128."""
+"""Qwen3: Llama's layers, with query and key norms, and a head size of 128."""
 
 from __future__ import annotations
 

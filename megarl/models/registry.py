@@ -1,6 +1,6 @@
 """The families by `model_type`, and the functions that return a model's shape, table and slices.
 
-A family is one file and its line in FAMILIES; `bridge.py` reads any other.
+A family is one file and one line in FAMILIES; `bridge.py` reads any other `model_type`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_model(path: str | Path) -> ModelShape:
-    """Reads `path`/config.json. Raises FileNotFoundError or ValueError with the values and the remedy."""
+    """Reads `path`/config.json. Raises FileNotFoundError or ValueError with the offending values and a remedy."""
     folder = Path(path)
     file = folder / "config.json"
     if not file.is_file():
@@ -47,7 +47,7 @@ def read_model(path: str | Path) -> ModelShape:
 
 
 def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
-    """Returns the shape that a parsed config.json describes; errors call it `where`.
+    """Returns the shape that a parsed config.json describes; errors refer to the file as `where`.
 
     A family without a table needs the model's `folder`.
     """
@@ -99,7 +99,7 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
 def megatron_slices(
     shape: ModelShape, layout: Layout, *, style: Style, padded_vocab: int, mtp: bool = False
 ) -> list[ShardSlice]:
-    """Returns where this rank's Megatron parameters have each HF tensor.
+    """Returns where this rank's Megatron parameters store each HF tensor.
 
     `padded_vocab` is the number of embedding rows over all tensor ranks, padding included.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Sizes of multi-head latent attention, which projects queries and key-values down first. Hugging Face's names."""
+    """Sizes of multi-head latent attention, which first projects queries and key-values down; Hugging Face's names."""
 
     q_lora_rank: int  # 0: queries are projected directly
     kv_lora_rank: int
@@ -21,13 +21,13 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a token chooses its experts."""
+    """How tokens are routed to experts."""
 
     score_function: str = "softmax"  # or sigmoid
     norm_topk_prob: bool = True  # the weights of the chosen experts add up to one
-    expert_bias: bool = False  # an fp32 bias per expert, added to the scores only for choosing
+    expert_bias: bool = False  # an fp32 bias per expert, added to the scores for selection only
     linear_bias: bool = False  # a bias of the router's linear layer
-    groups: int = 1  # of experts; a token chooses groups_per_token of them first
+    groups: int = 1  # of experts; a token first selects groups_per_token of them
     groups_per_token: int = 1
     scale: float = 1.0  # of the routed experts' output
 
@@ -53,7 +53,7 @@ class ModelShape:
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # {}, or the keys of llama3's or yarn's scaling
     rotary_fraction: float = 1.0  # of head_dim that is rotated
     out_bias: bool = False  # of o_proj
-    sinks: bool = False  # a learnt logit per head in the softmax of attention
+    sinks: bool = False  # a learned logit per head in the attention softmax
     sliding_window: int = 0  # tokens, of layers 0, 2, 4, ...; 0: none
     latent: Latent | None = None
     experts: int = 0

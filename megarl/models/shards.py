@@ -2,11 +2,11 @@
 
     table (one family)  --slices_of(shape, layout)-->  list[ShardSlice]  (one rank)
 
-Import, export, conversion and sync read the same slices: any two ranks that have [start, start + shape) of an HF tensor
+Import, export, conversion and sync read the same slices: any two ranks that hold [start, start + shape) of an HF tensor
 can copy it, in any two layouts. The engine's tables have vLLM's parameters.
 
-In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. A name without
-`{expert}` in an expert's rule is that of a tensor with all experts, stacked along a first dim.
+In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. In an expert's
+rule, a name without `{expert}` denotes a tensor that stacks all experts along an extra first dim.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _OneTensor:
         return {self.hf: self.shape}
 
     def _slice(self, dim: int, start: int, count: int) -> ShardSlice:
-        """Returns the slice of a parameter that has only [start, start + count) of `dim`, in the tensor's order."""
+        """Returns the slice of a parameter that holds only [start, start + count) of `dim`, in the tensor's order."""
         shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
         starts = tuple(start if axis == dim else 0 for axis in range(len(shape)))
         return ShardSlice(self.hf, starts, shape, self.param, 0, _strides(shape))
@@ -77,7 +77,7 @@ class _OneTensor:
 
 @dataclass(frozen=True, slots=True)
 class Replicated(_OneTensor):
-    """The same on every rank, or only on the first (a bias that is added before the sum over ranks)."""
+    """Replicated on every rank, or only on the first (a bias that is added before the sum over ranks)."""
 
     is_first_only: bool = False
 
@@ -88,7 +88,7 @@ class Replicated(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class ShardDim0(_OneTensor):
-    """Split along dim 0 (column-parallel linear, vocabulary). `padded` rows in the parameter, if more."""
+    """Split along dim 0 (column-parallel linear, vocabulary). The parameter has `padded` rows, if that is more."""
 
     padded: int | None = None
 
@@ -110,7 +110,7 @@ class ShardDim1(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class Transposed(_OneTensor):
-    """HF's [in, out] as [out, in / tp] of the parameter: a row-parallel linear, such as gpt-oss's down projection."""
+    """HF's [in, out], stored as [out, in / tp]: a row-parallel linear layer, such as gpt-oss's down projection."""
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         count = self.shape[0] // tp.size
@@ -119,8 +119,8 @@ class Transposed(_OneTensor):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedGateUp(_OneTensor):
-    """gpt-oss's experts: [in, 2 x out], or [2 x out] of a bias; the last dim, the parameter's rows, alternates gate
-    and up. Megatron stores all gates, then all ups; vLLM stores them `alternating`."""
+    """gpt-oss's experts: [in, 2 x out], or [2 x out] for a bias; gate and up alternate in the last dim, the
+    parameter's rows. Megatron stores all gates, then all ups; vLLM stores them `alternating`."""
 
     alternating: bool = False
 
@@ -138,7 +138,7 @@ class Stack:
     linear_fc1, or vLLM's qkv_proj.
 
     max_shards: the maximum number of shards of each tensor; 0: no limit, 1: replicated. If the axis has more ranks,
-    neighbours have the same shard, like vLLM's key-value heads.
+    neighbours share a shard, as with vLLM's key-value heads.
     """
 
     hf: tuple[str, ...]
@@ -194,7 +194,7 @@ class Table:
     expert: tuple[Rule, ...] = ()
     dense: tuple[Rule, ...] = ()  # instead of `layer` and `expert`, in leading layers without experts
     tied: tuple[Rule, ...] = ()  # the embedding's copy on a last stage that is not also the first
-    mtp: tuple[Rule, ...] = ()  # beside `layer` and `expert`, in each layer of multi-token prediction
+    mtp: tuple[Rule, ...] = ()  # in addition to `layer` and `expert`, in each layer of multi-token prediction
     fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
 
 
@@ -267,8 +267,8 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
 
 
 def of_expert(part: ShardSlice, local: int, expert: int, numel: int) -> ShardSlice:
-    """Returns a rule's slice for one expert: its index in the first dim of a tensor with all experts, and an offset of
-    `local` times `numel`, an expert's elements, in a parameter with all experts."""
+    """Returns a rule's slice for one expert: at index `expert` of the first dim if the tensor stacks all experts, at
+    offset `local` x `numel` (elements of one expert) if the parameter does."""
     if "{expert}" not in part.name:
         part = replace(part, start=(expert, *part.start), shape=(1, *part.shape), strides=(0, *part.strides))
     return part if "{expert}" in part.param else replace(part, offset=local * numel + part.offset)

@@ -1,4 +1,4 @@
-"""Computes the cost of a plan on given links: bytes, messages, memory, time, and a lower bound of the time.
+"""Computes the cost of a plan on given links: bytes, messages, memory, time, and a lower bound on the time.
 
     Plan x Fleet x Links --price_plan--> Cost
 
@@ -20,7 +20,7 @@ MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a sma
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second of one GPU and direction, nominal; GB = 1e9."""
+    """Nominal bytes per second, per GPU and direction; GB = 1e9."""
 
     network: float  # between nodes: one 400G InfiniBand card per GPU (NDR, ConnectX-7)
     nvlink: float  # within a node
@@ -50,7 +50,7 @@ class Cost:
     busiest_link_over_mean: float
     largest_message_bytes: int
     peak_extra_bytes: int  # messages in flight and open layers, on one rank
-    staged_bytes: int  # in addition with sync.atomic, on the device or the host: all that a rank receives
+    staged_bytes: int  # additional bytes with sync.atomic, on the device or the host: all that a rank receives
 
 
 def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
@@ -92,7 +92,7 @@ def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
 
 
 def _floor(far: Ints, received: Ints, fleet: Fleet, links: Links) -> float:
-    """Lower bound of the time in seconds. `far` [world]: bytes received over the network, each once per node."""
+    """Lower bound on the time in seconds. `far` [world]: bytes received over the network, each once per node."""
     nodes = np.arange(fleet.world) // fleet.ranks_per_node
     lacking = np.bincount(nodes, weights=far)
     into_nodes = lacking / np.bincount(nodes) / links.network

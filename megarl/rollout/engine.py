@@ -42,7 +42,7 @@ class Engine:
         self.receiver = receiver
         self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
         self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
-        self._asleep: list[str] = []  # the parts off the device
+        self._asleep: list[str] = []  # the parts that are off the device
 
     @classmethod
     def start(
@@ -133,7 +133,7 @@ class Engine:
     def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
         """Returns one sample per request, in the same order.
 
-        Raises CheckFailed if the engine sleeps or has no weights of `version`, ValueError if a prompt is too long.
+        Raises CheckFailed if the engine is asleep or lacks weights of `version`, ValueError if a prompt is too long.
         """
         if self._asleep and self.receiver.version == version:
             raise CheckFailed(f"the engine is asleep ({' and '.join(self._asleep)} off the device); wake it first")
@@ -210,7 +210,7 @@ def _prepare(env: Env) -> str:
     if "vllm" not in sys.modules:
         set_env(
             VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs in this process
-            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # its warnings concern intended settings
+            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # it warns about intended settings
             VLLM_NO_USAGE_STATS=1,
         )
     # the external launcher reads the rank from the environment

@@ -49,7 +49,7 @@ class Exchange:
         headers = [_header(part)[0] for part in parts]
         failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
         if failures:
-            is_refused, rank = min(failures)  # a bug before a refusal, which may be its consequence
+            is_refused, rank = min(failures)  # report a bug before a refusal that it may have caused
             message = f"rank {rank} could not sample: {headers[rank]['error']}"
             raise CheckFailed(message) if is_refused else RuntimeError(message)
         digests = [header["digest"] for header in headers]

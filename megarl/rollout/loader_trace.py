@@ -1,4 +1,4 @@
-"""Traces where the engine keeps each HF tensor: its weight loaders run once, on meta tensors, and copies are recorded.
+"""Traces where the engine stores each HF tensor: its weight loaders run once, on meta tensors, and copies are recorded.
 
     model on meta + names and shapes of the checkpoint  --load_weights under a tracer-->  slices, fills, aliases
 

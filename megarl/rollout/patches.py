@@ -1,7 +1,7 @@
-"""Patches of vLLM. Each gives what upstream does, why megarl differs, the versions, and when to delete it.
+"""Patches to vLLM. Each entry states what upstream does, why megarl differs, the versions, and when to delete it.
 
 segment_names (vLLM 0.32, CPU only): under the external launcher the name of CPU shared memory derives from "env://", so
-every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*. Two jobs at once read each other's activations, and a crashed one
+every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*. Concurrent jobs read each other's activations, and a crashed job
 blocks the next. The patch adds the job's prefix. Delete it when vLLM derives the name from the job;
 tests/dist/test_launch.py runs two jobs side by side.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def segment_names(prefix: str) -> Iterator[None]:
-    """Shared-memory names that vLLM creates inside start with `prefix`."""
+    """Within the context, the shared-memory names that vLLM creates start with `prefix`."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original = _CPUSHMDistributed.make_group_name

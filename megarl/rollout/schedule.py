@@ -54,10 +54,10 @@ class Rollouts:
     max_refills: int = Algorithm().max_refills  # rounds of fresh prompts per step
     shape: Callable[[Sample], Sample] | None = None  # changes rewards (reward_shaping.py)
     greedy_baseline: bool = False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
-    empty_steps: int | None = None  # number of empty steps in a row; None: no step had a group yet
+    empty_steps: int | None = None  # number of empty steps in a row; None: no step has had a group yet
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
-        """`count` groups, or fewer after `max_refills`; each has at least one scored sample.
+        """Returns `count` groups, or fewer after `max_refills`; each has at least one scored sample.
 
         `Rollout.counts` counts dropped samples and groups, and scored samples with a remark, by cause. A step without
         groups is empty and changes nothing. Raises ValueError if no step has had a group yet, CheckFailed after

@@ -5,7 +5,7 @@
 
 A layer is opened when its first transfer arrives (in checkpoint form, this rank's shard) and closed when its last
 element is written: it is processed as after loading, then copied into the tensors that kernels use. Only a ready engine
-accepts prompts. vLLM 0.32's reload has two faults that show in log-probs only: a tied head keeps the pack of its old
+accepts prompts. vLLM 0.32's reload has two bugs that are visible only in log-probs: a tied head keeps its old packed
 weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 """
 
@@ -151,7 +151,7 @@ class LayerReceiver:
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
         for name in self._aliases.get(module, ()):
-            # a tied head shares the embedding's parameter but multiplies with its own pack of it
+            # a tied head shares the embedding's parameter but multiplies by its own packed copy
             _process(self._modules[name], info.restore_device)
 
 

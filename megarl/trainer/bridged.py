@@ -1,12 +1,12 @@
-"""Families without a table: Megatron-Bridge builds the model, and its conversion, recorded once, replaces the table.
+"""Families without a table: Megatron-Bridge builds the model; its conversion is recorded once and serves as the table.
 
-    folder --AutoBridge--> provider, with megarl's settings --provide--> chunks of the pipeline, like model.py's
+    folder --AutoBridge--> provider, with megarl's settings --provide--> model chunks, as in model.py
     chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices of this rank
 
-With these slices, weights are loaded, synced and exported as with a table. Recording moves no weight; it makes a few
-copies, of 8 bytes per element, of one HF tensor at a time.
-On a GPU the layers are Bridge's, of Transformer Engine. On a CPU, where Bridge itself requires Transformer Engine
-(tests replace it with a stand-in), plain families get the layers of layers.py, some of whose names Bridge lacks.
+These slices are then used to load, sync and export weights, as with a table. Recording moves no weights; it makes a few
+copies of one HF tensor at a time, at 8 bytes per element.
+On a GPU, Bridge builds the layers from Transformer Engine. On a CPU, where Bridge still requires Transformer Engine
+(tests replace it with a stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megarl.trainer.model import local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, slices_from_indices
 
 PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
-FUSED = {  # local name -> Transformer Engine's, where a norm is part of the linear behind it
+FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the linear layer after it
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
@@ -46,7 +46,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class Bridged:
-    """Megatron-Bridge's model and conversion of one family, in this rank's layout."""
+    """Megatron-Bridge's model and conversion for one family, in this rank's layout."""
 
     shape: ModelShape
     layout: Layout
@@ -57,7 +57,7 @@ class Bridged:
     def of(
         cls, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
     ) -> Bridged:
-        """Raises ValueError if Bridge does not know the family, or if only Transformer Engine has its layers."""
+        """Raises ValueError if Bridge does not know the family, or if its layers exist only in Transformer Engine."""
         assert shape.bridge is not None
         logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
         try:
@@ -76,7 +76,7 @@ class Bridged:
                 f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it "
                 "either (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
             )
-        for module in ("BalancedRouter", "_Whole"):  # of our layers
+        for module in ("BalancedRouter", "_Whole"):  # modules in layers.py
             AutoMapping.register_module_type(module, "replicated")
         auto = AutoBridge.from_hf_pretrained(str(shape.bridge))
         provider = auto.to_megatron_provider(load_weights=False)
@@ -88,7 +88,7 @@ class Bridged:
         return cls(shape, layout, provider, auto._model_bridge)
 
     def build(self) -> list[GPTModel]:
-        """Returns this rank's chunks of the pipeline, parameters not yet loaded."""
+        """Returns this rank's model chunks, with parameters not yet loaded."""
         pp, count, chunks = self.layout.pp, self.layout.vpp.size, []
         for number in range(count):
             first, last = pp.first and number == 0, pp.last and number == count - 1
@@ -101,7 +101,7 @@ class Bridged:
         return chunks
 
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> list[list[ShardSlice]]:
-        """Returns, for each rank, which slices of HF tensors its parameters store. Every rank must call."""
+        """Returns, for each rank, the slices of HF tensors that its parameters store. Call it on every rank."""
         slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
         parameters, fp32 = local_tensors(chunks), fp32_tensors(self.shape)
         for part in slices:
@@ -162,10 +162,10 @@ def _is_moe(config: Any, layer: int) -> bool:
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
 ) -> list[ShardSlice]:
-    """Returns which slices of the tensors of `shapes` `chunks` store, by Bridge's conversion.
+    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
 
-    `experts` is the axis over which experts are split. Every rank that shares tensors must call. Raises ValueError,
-    with tensor and parameter, where the conversion does not merely copy elements.
+    `experts` is the axis over which experts are split. Call it on every rank that shares tensors. Raises ValueError
+    naming the tensor and the parameter if the conversion does more than copy elements.
     """
     registry, recorded = bridge.mapping_registry(), []
     for number, chunk in enumerate(chunks):
@@ -199,7 +199,7 @@ def _record_one(
                 ) from None
             index = mapping.hf_to_megatron(weights, module)
             num_missing = len(tensor) - len(index) if is_vocabulary else 0
-            if num_missing > 0 and index.shape[1:] == tensor.shape[1:]:  # unsplit, it comes without its padding
+            if num_missing > 0 and index.shape[1:] == tensor.shape[1:]:  # an unsplit tensor comes without padding
                 index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
             if index.shape != tensor.shape:
                 raise ValueError(
@@ -213,7 +213,7 @@ def _record_one(
 
 @contextmanager
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Make these tensors fp64 within the context: Bridge casts to their dtype, and reads only that and the shape."""
+    """Make these tensors fp64 within the context: Bridge casts to their dtype, and reads only their dtype and shape."""
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, data in originals:
@@ -243,7 +243,7 @@ def _mapping(registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tup
 
 
 def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
-    """A parameter's name with the layer and the expert counted over all ranks, as Bridge calls it."""
+    """A parameter's name in Bridge, with global layer and expert indices."""
     if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
         module: Any = chunk.decoder.layers[int(layer[1])]
         name = f"decoder.layers.{module.layer_number - 1}.{name[layer.end() :]}"
@@ -254,7 +254,7 @@ def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
 
 
 def _under_te(name: str) -> str:
-    """The name in Transformer Engine's layers of a parameter of Megatron's local ones."""
+    """Maps the name of a parameter of Megatron's local layers to its name in Transformer Engine's layers."""
     name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.[a-z]+)$", r".\2\1", name)
     for local, fused in FUSED.items():
         name = name.replace(local, fused)

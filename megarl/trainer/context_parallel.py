@@ -1,7 +1,7 @@
-"""Rows split over the context ranks, zig-zag, and causal attention across them.
+"""Splits rows over the context-parallel ranks in zig-zag order, and computes causal attention across them.
 
-With C context ranks, a row is padded to 2 C chunks of one length; rank r has chunks r and 2 C - 1 - r, so every rank
-scores the same number of pairs of query and key:
+With C context ranks, a row is padded to 2 C chunks of equal length; rank r gets chunks r and 2 C - 1 - r, so every rank
+scores the same number of query-key pairs:
 
     row        | 0 | 1 | 2 | 3 |        C = 2
     rank 0     | 0 | 3 |                rank 1     | 1 | 2 |
@@ -26,7 +26,7 @@ from megarl.layout import Axis
 
 
 def row_multiple(context: int) -> int:
-    """Returns the number that divides the padded length of every row."""
+    """Returns the number of which every row's padded length must be a multiple."""
     return 2 * context if context > 1 else 1
 
 
@@ -51,11 +51,11 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _RowStack:
-    """Chunks of similar length, padded to the longest: one call of `Score`. Padding repeats a row's first position."""
+    """Chunks of similar length, padded to the longest, for one `Score` call. Padding repeats a row's first position."""
 
     query_RL: Tensor  # [R, L] int64: positions of the queries
     key_RK: Tensor  # [R, K] int64: positions of the keys
-    distance_RLK: Tensor | None  # [R, L, K]: how far each key precedes each query; None: queries and keys are the rows
+    distance_RLK: Tensor | None  # [R, L, K]: how far each key precedes each query; None: q and k are whole rows
     real: Tensor  # [S] int64: which of the R * L queries are not padding
 
 
@@ -105,7 +105,7 @@ def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[_RowStack]:
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of lengths with the same next power of two, so that padding at most doubles the tokens; none of 0."""
+    """Groups indices of nonzero lengths by their next power of two, so that padding at most doubles the tokens."""
     classes: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         if length:

@@ -37,10 +37,10 @@ def forward_backward(
     context: ProcessGroup,
     train: bool,
 ) -> None:
-    """Send the micro-batches through the pipeline; with `train` backward too, gradients summed over data ranks.
+    """Run the micro-batches through the pipeline; with `train`, also backward, summing gradients over data ranks.
 
-    With several chunks (virtual stages), micro-batches must have one length, and their number be a multiple of the
-    pipeline size.
+    With several chunks (virtual stages), all micro-batches must have the same length, and their number must be a
+    multiple of the pipeline size.
     """
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
@@ -56,7 +56,7 @@ def forward_backward(
     def loss(microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
         model: Any = chunk.module
         value = on_outputs(microbatch.rows, _read(microbatch, hidden, model, head, options, context))
-        # a token count of 0, so that Megatron does not divide the loss, which is weighted already
+        # a token count of 0, so that Megatron does not divide the loss, which is already weighted
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
     with torch.set_grad_enabled(train):
@@ -74,7 +74,7 @@ def forward_backward(
 def _read(
     microbatch: Microbatch, hidden: Tensor, model: GPTModel, head: Head, options: HeadOptions, context: ProcessGroup
 ) -> TokenOutputs:
-    """Hidden states [Q / tp, 1, hidden] of the last stage -> outputs [M], 0 where the head reads nothing."""
+    """Hidden states [Q / tp, 1, hidden] of the last stage -> outputs [M], 0 where the head does not read."""
     hidden_QH = hidden.flatten(0, 1)
     if model.config.sequence_parallel:
         hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel)
@@ -83,19 +83,19 @@ def _read(
     zeros_M = torch.zeros(microbatch.rows.index.numel(), device=hidden.device)
     whole = torch.stack([zeros_M.index_put((microbatch.read_rows,), getattr(outputs, name)) for name in fields])
     if context.size() > 1:
-        # Summed forward, copied backward: every context rank has the whole loss, and sends back only its own part.
+        # Sum in forward, copy in backward: every context rank has the whole loss but backpropagates only its own part.
         whole = reduce_from_tensor_model_parallel_region(whole, group=context)
     return TokenOutputs(**dict(zip(fields, whole, strict=True)))
 
 
 class LossSums:
-    """Called with the outputs of each micro-batch on the last stage: returns its weighted loss and adds to the sums.
+    """Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates `totals`.
 
-    `totals` starts from the sums of a micro-batch without rows, so every rank of every stage has the same names.
+    `totals` starts from the sums of an empty micro-batch, so that every rank of every stage has the same keys.
     """
 
     def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
-        """`weights_T` [T] fp64: each token's share of the loss; `fields` of TokenOutputs: those the head computes."""
+        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head."""
         self.loss, self.weights_T = loss, weights_T
         self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
         start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
@@ -111,7 +111,7 @@ class LossSums:
 
 
 def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
-    """Returns the sums over all ranks with `counts` (one for each distinct set of rows), the same on every rank."""
+    """Returns, on every rank, the sums over the ranks where `counts` is true (one for each distinct set of rows)."""
     names = sorted(sums)
     values = torch.stack([sums[name] for name in names])
     if not counts:

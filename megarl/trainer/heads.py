@@ -19,7 +19,7 @@ from megarl.types import TokenBatch, TokenOutputs
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """The same for every micro-batch of a pass."""
+    """Options shared by all micro-batches of a pass."""
 
     tensor_group: ProcessGroup
     temperature: float
@@ -31,7 +31,7 @@ class Head(Protocol):
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """True if the gradient of hidden states is one tensor rank's part of a sum."""
+        """True if each tensor rank computes a partial gradient of the hidden states, to be summed over the ranks."""
         ...
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class Head(Protocol):
         ...
 
     def attach(self, model: GPTModel) -> None:
-        """Adds the head's parameters to the last chunk of the pipeline, after the weights are loaded."""
+        """Adds the head's parameters to the last model chunk, after the weights are loaded."""
         ...
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
@@ -85,9 +85,9 @@ class VocabularyHead:
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """A critic: maps the hidden state linearly to one number where a label is learned. Its weights start at 0.
+    """A critic: a linear layer from the hidden state to one value at each trained position, initialised to 0.
 
-    Its parameters, `value_head.weight` and `value_head.bias`, are the same on all tensor ranks.
+    Its parameters, `value_head.weight` and `value_head.bias`, are replicated on all tensor ranks.
     """
 
     is_tensor_parallel: bool = False

@@ -29,7 +29,7 @@ from megarl.trainer.moe import BalancedRouter
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
+    """RMSNorm computed in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
 
-    Rows of similar length are one padded call. Padding follows its row, so causality masks it.
+    Rows of similar length are padded and share one call. Padding comes last in a row, so the causal mask hides it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class SinkAttention(PackedAttention):
-    """gpt-oss: the softmax has one more logit, learned per head; every other layer has a sliding window."""
+    """gpt-oss: the softmax has one extra logit, learned per head; every other layer uses a sliding window."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -90,7 +90,7 @@ class SinkAttention(PackedAttention):
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
         skipped = layer_number % config.window_attn_skip_freq == 0
-        self.window = None if skipped else config.window_size[0] + 1  # tokens, itself included
+        self.window = None if skipped else config.window_size[0] + 1  # tokens, including the query's own
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -105,9 +105,9 @@ class SinkAttention(PackedAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's layer, but with the narrow projections replicated on every tensor rank, as in Transformer Engine.
+    """Megatron's layer, but with the down projections replicated on every tensor rank, as in Transformer Engine.
 
-    Megatron's local spec splits them and gathers their outputs; the gradient of the key that all heads share then lacks
+    Megatron's local spec splits them and gathers their outputs; the gradient of the key shared by all heads then misses
     the contributions of the other ranks' heads (0.16.1, 0.19.2).
     """
 
@@ -119,7 +119,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _Whole(torch.nn.Module):
-    """A linear without bias on this rank's part of the sequence, which returns (output, None) as Megatron's do."""
+    """A linear layer without bias on this rank's part of the sequence; returns (output, None), as Megatron's do."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
@@ -132,11 +132,11 @@ class _Whole(torch.nn.Module):
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Works around three faults of an expert's bias under Megatron's local spec (0.16.1, 0.19.2).
+    """Works around three bugs in the handling of expert biases in Megatron's local spec (0.16.1, 0.19.2).
 
-    It is added in place, to what autograd considers a view of the input where nothing is reduced, so the output is
-    cloned here. It is marked as replicated over the sequence-parallel ranks, so its gradient is reduced once too often.
-    And it is not marked as split, so the gradient norm counts it on the first tensor rank only.
+    The bias is added in place to the output, which autograd considers a view of the input if nothing is reduced; hence
+    the clone. The bias is marked as sequence parallel, so its gradient is reduced once too often. And it is not marked
+    as tensor parallel, so the gradient norm counts it on the first tensor rank only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class _ExpertOutput(RowParallelLinear):
 
 
 def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
-    """Returns the spec of the layers of one pipeline chunk; `is_moe` states for each whether it has experts."""
+    """Returns the spec of the layers of one model chunk; `is_moe` says for each layer whether it has experts."""
     norm: Any = RMSNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm

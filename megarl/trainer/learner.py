@@ -24,7 +24,7 @@ class PolicyLearner:
     trainer: Trainer
     objective: Objective
     reference: Reference | None
-    seed: int  # of the random choice of tokens in clip_cov
+    seed: int  # for the random choice of tokens in clip_cov
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
 
     @classmethod
@@ -34,7 +34,7 @@ class PolicyLearner:
         return cls(trainer, objective, reference, seed)
 
     def score(self, batch: TrainBatch) -> LogProbs:
-        """Returns log-probs of `labels` under the current weights, and under the reference where there is one."""
+        """Returns log-probs of `labels` under the current weights, and under the reference if there is one."""
         with self.span("logprobs"):
             old_T, ref_T = self._logprobs(batch), None
             if self.reference is not None:
@@ -43,7 +43,7 @@ class PolicyLearner:
             return LogProbs(old_T, ref_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
-        """Makes the updates of one batch. Raises CheckFailed, before any change, if `gate` refuses the batch."""
+        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch."""
         plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
         if batch.old_logprobs is None and (gate or len(plan.rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.checkpoint.hf_folder import HfFolder, view
 from megarl.models.shards import ShardSlice
 
-_PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with rows that no HF tensor has
+_PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with padding rows
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,7 +23,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path) -> None:
     """Fill `parameters` (local Megatron names) from `folder`; padding rows of the vocabulary become zero.
 
-    Raises ValueError when the folder lacks a tensor, or has one of another shape or a quantised one.
+    Raises ValueError if a tensor of the folder is missing, has another shape or is quantised.
     """
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
     for part in slices:

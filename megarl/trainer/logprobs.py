@@ -2,9 +2,9 @@
 
     hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, label's z)
                                                                      two all-reduces over tp for all T
-    backward recomputes each tile, turns it into its gradient in place, and multiplies that with weight and hidden
+    backward recomputes each tile, turns it into its gradient in place, and multiplies that by weight and hidden
 
-T positions, H hidden, C tokens and V vocabulary columns of a tile, whose size fits the device's cache. Padding rows of
+T positions, H hidden, C tokens and V vocabulary columns of a tile, sized to fit the device's cache. Padding rows of
 the weight are never multiplied, so they are not part of the softmax. z = logits / temperature. Everything is fp32:
 low-precision inputs are multiplied as they are and accumulated in fp32.
 """
@@ -27,7 +27,7 @@ TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The token ids of this tensor rank's rows of the weight: [start, start + size); further rows are padding."""
+    """The token ids of this tensor rank's rows of the weight: [start, start + size); rows beyond are padding."""
 
     start: int
     size: int
@@ -35,7 +35,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, rows: int, group: ProcessGroup) -> VocabShard:
-        """`vocab` is the number of tokens, `rows` that of this rank's rows of the weight, including padding."""
+        """`vocab` is the number of token ids, `rows` the number of weight rows on this rank, including padding."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)
 
@@ -52,7 +52,7 @@ def token_outputs(
 ) -> TokenOutputs:
     """Returns log-probs of `labels_T` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
 
-    Every tensor rank passes all of `hidden_TH`, and gets its part of the sum that is the gradient. `chunk` tokens are
+    Every tensor rank passes all of `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are
     processed at once. If the weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
     """
     logprobs_T, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_T, shard, temperature, chunk, entropy)
@@ -71,10 +71,10 @@ class _VocabLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # an entropy that is only reported costs no backward
+        ctx.set_materialize_grads(False)  # no backward for an entropy that is only reported
         tiles = _Tiles(hidden_TH, weight_VH, labels_T, shard, temperature, chunk)
         total = hidden_TH.shape[0]
-        lowest = torch.finfo(tiles.dtype).min  # not infinity, whose products with 0 are NaN
+        lowest = torch.finfo(tiles.dtype).min  # not -inf, whose product with 0 is NaN
         max_T = hidden_TH.new_full((total,), lowest, dtype=tiles.dtype)
         sums_3T = hidden_TH.new_zeros((3, total), dtype=tiles.dtype)  # exp(z - max), exp(z - max) * (z - max), label's
         for tokens, _, z_CV, row_C, here_C in tiles:
@@ -107,7 +107,7 @@ class _VocabLogprobs(torch.autograd.Function):
         grad_logprobs_T, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_T, *ctx.reading)
         grad_T = torch.zeros_like(logsumexp_T) if grad_logprobs_T is None else grad_logprobs_T
-        # a row's factor is applied to the narrow side of both products, unless entropy makes it differ within the row
+        # a row's factor is applied to the [., H] side of both products, unless entropy makes it vary within the row
         scale_T = (grad_T if grad_entropy_T is None else torch.ones_like(grad_T)) / -tiles.temperature
         hot_T = torch.ones_like(grad_T) if grad_entropy_T is None else grad_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
@@ -135,7 +135,7 @@ class _VocabLogprobs(torch.autograd.Function):
 
 
 def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
-    """Change the maximum of the first two sums to one that is larger by `-by_T`."""
+    """Rescale the first two sums to a maximum that is larger by `-by_T`."""
     sums_nT[1].addcmul_(by_T, sums_nT[0])
     sums_nT[:2].mul_(by_T.exp())
 

@@ -1,6 +1,6 @@
 """ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention.
 
-Gradients are sums, which Megatron does not divide.
+Gradients are summed; Megatron does not average them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def run_settings(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed micro-batches differ in length, except with virtual stages (of two ranks each is both next and previous
-        # of the other, so lengths sent ahead in both directions could be confused) and with the allgather dispatcher,
-        # which gathers equally many tokens from every expert rank.
+        # Packed micro-batches differ in length, except with virtual stages (of two ranks, each is next and previous
+        # to the other, so lengths sent ahead in both directions could be mixed up) and with the allgather dispatcher,
+        # which gathers the same number of tokens from every expert rank.
         "variable_seq_lengths": layout.vpp.size == 1 and dispatcher == "alltoall",
         "overlap_p2p_comm": layout.vpp.size > 1,  # which also creates a group per direction
         "batch_p2p_comm": layout.vpp.size == 1,
@@ -126,7 +126,7 @@ def _keep_weight(weight: Tensor) -> Tensor:
 
 
 def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
-    """Returns the layers of each chunk of the pipeline, in order; Megatron's default supports only even stages."""
+    """Returns the layers of each chunk of the pipeline, in order; Megatron's default needs stages of equal size."""
     if layout.pp.size == 1:
         return None
     stages = [stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]

@@ -1,6 +1,6 @@
-"""Packs rows of a batch end to end into one input of the model; with context parallelism, this rank's chunks of them.
+"""Packs rows of a batch end to end into one model input; with context parallelism, only this rank's chunks of them.
 
-Each row is padded so that context parallelism can split it (context_parallel.py), and a dummy row follows, so that
+Each row is padded so that context parallelism can split it (context_parallel.py), and a dummy row is appended so that
 sequence parallelism can split the total. M real positions, P >= M including all padding, Q = P / C of them on each of
 C context ranks, S of those Q read by the head.
 """
@@ -23,11 +23,11 @@ from megarl.types import MicrobatchRows, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Input of the model on the device: whole rows, or this context rank's chunks of them."""
+    """Model input on the device: whole rows, or this context rank's chunks of them."""
 
     tokens: Tensor  # [1, Q] int64
     positions: Tensor  # [1, Q] int64, from 0 in each row
-    packed: PackedSeqParams  # rows and the dummy row, as padded, on all context ranks together
+    packed: PackedSeqParams  # padded rows and the dummy row, over all context ranks
     source: Tensor  # [Q] int64, on the CPU: which of the M positions, -1 for padding
     rows: MicrobatchRows  # real rows only
     read: Tensor  # [S] int64: positions of Q that the head reads
@@ -38,7 +38,7 @@ class Microbatch:
 def pack(
     batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, device: torch.device
 ) -> Microbatch:
-    """Returns the micro-batch of `rows`, of which the head reads `is_read_T` [T]; without rows, the dummy row alone."""
+    """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     lengths = [end - start for start, end in spans]
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
@@ -69,9 +69,9 @@ def pack(
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
-    """Returns rows of these padded lengths.
+    """Returns Megatron's description of rows with these padded lengths.
 
-    Padding ends a row, so causality masks it. Transformer Engine splits rows by `cu_seqlens_*_padded`.
+    Padding comes last in a row, so the causal mask hides it. Transformer Engine splits rows by `cu_seqlens_*_padded`.
     """
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     padded: Any = cu_seqlens if context > 1 else None

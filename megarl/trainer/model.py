@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel for a ModelShape: the chunks of the pipeline on this rank.
+"""Builds Megatron-Core's GPTModel for a ModelShape: the model chunks of this rank.
 
 The output layer keeps its weight but returns its input: a head (heads.py) reads the hidden states, so the logits of
 a micro-batch never exist all at once.
@@ -23,11 +23,11 @@ from megarl.trainer.rope import scaled_frequencies
 
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
-    """Returns this rank's chunks, parameters not yet loaded. The last returns hidden states [T / tp, 1, hidden]."""
+    """Returns this rank's chunks, parameters not yet loaded. The last one returns hidden states [T / tp, 1, hidden]."""
     chunks, models = stage_layers(shape.layers, layout), []
     for number, layers in enumerate(chunks):
         last = layout.pp.last and number == len(chunks) - 1
-        # GPTModel takes a block's submodules as well as a layer's spec, whatever its annotation says
+        # GPTModel also accepts a block's submodules instead of a layer spec, despite its annotation
         spec: Any = block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te)
         prediction: Any = None
         if last and config.mtp_num_layers:
@@ -56,8 +56,8 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
 def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
     """Prepare a chunk for the trainer, including one that Megatron-Bridge built.
 
-    megatron-core 0.16.1 reduces experts with the dense gradients when expert parallelism is 1, although with
-    expert_tensor != tensor their replicas are on other ranks: the copies on the tensor ranks would drift apart.
+    With expert parallelism 1, megatron-core 0.16.1 reduces expert gradients over the same ranks as dense gradients. If
+    expert_tensor != tensor, the replicas of an expert are on other ranks, and the copies would drift apart.
     """
     if last:
         model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]
@@ -68,7 +68,7 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Returns parameters and router biases by GPTModel's names, with several chunks prefixed by `chunk<n>.`."""
+    """Returns parameters and router biases by GPTModel's names, prefixed with `chunk<n>.` if there are several."""
     tensors: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""

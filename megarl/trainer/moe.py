@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, weighted like the rows of the main loss, and the bias that balances experts instead.
+"""Router auxiliary losses, weighted like the rows of the main loss, and loss-free balancing by a router bias.
 
     Microbatch -> RouterRows --BalancedRouter.routing--> gradient of the logits, tokens of each expert --> bias
 
@@ -8,7 +8,7 @@ For a row of T tokens, prompt included, E experts of which each token takes K:
                                P_e = mean of the scores of e, which sum to 1 over the experts     (1 where balanced)
     z        mean of logsumexp(logits)^2
 
-Balance is that of DeepSeek-V3 (arXiv 2412.19437, eq. 17-20): Switch's (arXiv 2101.03961, eq. 4-6) row by row. z is
+Balance follows DeepSeek-V3 (arXiv 2412.19437, eq. 17-20): Switch's (arXiv 2101.03961, eq. 4-6) per row. z is
 ST-MoE's (arXiv 2202.08906, eq. 5). A row's weight is the sum of its tokens' weights in the main loss, so sums over
 micro-batches and ranks do not depend on how rows are distributed; padding does not count. Ranks exchange counts only:
 f has no gradient, and P is a sum over tokens whose gradients are added up in the router's weight.
@@ -44,7 +44,7 @@ class RouterRows:
 
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
-        """`weights_T` belong to the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
+        """`weights_T` covers the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
         rows, cu_seqlens = microbatch.rows, microbatch.rows.cu_seqlens.cpu()
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
@@ -72,7 +72,7 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 
 
 def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
-    """Returns [R]: the part of each row's balance from this rank's tokens; ranks of `group` have the other tokens."""
+    """Returns [R]: this rank's contribution to each row's balance; ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
     if group is not None and group.size() > 1:
@@ -83,7 +83,7 @@ def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGro
 
 
 def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
-    """Returns [R]: the part of each row's z from this rank's tokens."""
+    """Returns [R]: this rank's contribution to each row's z."""
     return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
 
 
@@ -147,8 +147,8 @@ class RouterLosses:
     def finish(self, *, step: bool) -> dict[str, Tensor]:
         """Returns this rank's part of each loss, averaged over layers, without its coefficient.
 
-        With `step` it also updates the biases: experts with more tokens in this update than the mean become less
-        likely, others more (DeepSeek-V3).
+        With `step` it also updates the biases: experts that received more tokens than the mean in this update become
+        less likely, the others more likely (DeepSeek-V3).
         """
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
@@ -162,10 +162,10 @@ class RouterLosses:
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the tensors of the last batch that Megatron's dispatchers store.
+    """Drop the tensors of the last batch that Megatron's dispatchers keep.
 
-    Their graph refers to the parameters in a cycle that the garbage collector cannot see: the model would never be
-    freed.
+    Their autograd graph references the parameters in a cycle that the garbage collector cannot see, so the model would
+    never be freed.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}

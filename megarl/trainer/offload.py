@@ -47,7 +47,7 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
 
 
 class Memory:
-    """Moves weights, gradients and optimizer state between device and host. Every method may be called twice."""
+    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Memory:
         self._weights: list[Tensor] = []  # host copies of each buffer, while offloaded
 
     def onload_gradients(self) -> None:
-        """Before the backward pass: fill gradient buffers with 0, and offload the optimizer state."""
+        """Before the backward pass: reallocate and zero the gradient buffers, and offload the optimizer state."""
         self._store_optimizer()
         for buffer, size in zip(self._buffers, self._gradient_bytes, strict=False):
             buffer.grad_data.untyped_storage().resize_(size)
@@ -133,12 +133,12 @@ class Memory:
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "optimizer", None) is not None:  # a rank may have no state of experts
+        if getattr(part, "optimizer", None) is not None:  # a rank may have no expert state
             yield part
 
 
 def _free(tensor: Tensor) -> int:
-    """Free the tensor's storage and return its bytes; views are valid again once the storage is resized back."""
+    """Free the tensor's storage and return its bytes; views become valid again when the storage is resized back."""
     size = tensor.untyped_storage().nbytes()
     tensor.untyped_storage().resize_(0)
     return size

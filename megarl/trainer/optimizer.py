@@ -22,7 +22,7 @@ from megarl.config.schema import Train
 
 @dataclass
 class LrSchedule:
-    """The learning rate by batches trained (rollout steps, from 0); saved with checkpoints."""
+    """The learning rate as a function of the batches trained so far (rollout steps); saved in checkpoints."""
 
     train: Train
     step: int = 0
@@ -54,11 +54,11 @@ def wrap(model: GPTModel) -> DistributedDataParallel:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
             use_distributed_optimizer=True,
-            check_for_nan_in_grad=False,  # a non-finite gradient skips the step, it does not end the run
+            check_for_nan_in_grad=False,  # a non-finite gradient skips the step rather than ending the run
         ),
         module=model,
     )
-    # without Megatron's division by a token count
+    # skips Megatron's division by a token count
     model.config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
     )

@@ -22,7 +22,7 @@ class Groups:
 def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
     """Create Megatron's process groups for this layout, after destroying a previous set.
 
-    torch.distributed must be initialised. Every rank must call.
+    torch.distributed must be initialised. Call it on every rank.
     """
     destroy_parallel()
     parallel_state.initialize_model_parallel(
@@ -44,7 +44,7 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
 
 
 def destroy_parallel() -> None:
-    """Close Megatron's process groups, so that another layout can be built in this process. Every rank must call.
+    """Close Megatron's process groups, so that another layout can be built in this process. Call it on every rank.
 
     Megatron only drops its references; the groups' threads (about fifty per layout with gloo) would keep polling.
     """

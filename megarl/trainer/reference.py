@@ -22,7 +22,7 @@ class Reference:
 
     @contextmanager
     def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Copies the reference into `parameters`, and restores their previous bits when the context ends."""
+        """Copies the reference into `parameters`; on exit, restores their previous values bit for bit."""
         current = _copy(parameters)
         before = {name: _checksum(parameter) for name, parameter in parameters.items()}
         try:

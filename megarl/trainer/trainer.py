@@ -1,10 +1,10 @@
-"""Trains one model on Megatron-Core, in one layout, with a head. It knows no algorithm: the loss is an argument.
+"""Trains one model on Megatron-Core, in one layout, with a head. It is algorithm-agnostic: the loss is an argument.
 
     build:    process groups -> model -> weights from a checkpoint -> head -> gradient buffers -> optimizer
     forward:  TokenBatch -> TokenOutputs
     step:     TokenBatch, plan, loss, weights -> one optimizer step
 
-Every rank calls every method in the same order and gets the same result.
+Every rank must call every method, in the same order, and gets the same result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Trainer:
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
 
-        torch.distributed must be initialised. Every rank must call.
+        torch.distributed must be initialised. Call it on every rank.
         """
         moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
         groups = init_parallel(layout, seed=seed)
@@ -96,7 +96,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Frees memory and process groups; another trainer may then be built in this process. Every rank must call."""
+        """Frees memory and process groups; another trainer can then be built in this process. Call it on every rank."""
         forget_last_batch(self.model)
         vars(self).clear()  # so that other references to this trainer keep no tensor alive
         gc.collect()
@@ -107,13 +107,13 @@ class Trainer:
         return local_tensors([chunk.module for chunk in self.model])
 
     def local_slices(self) -> list[ShardSlice]:
-        """Returns which slices of HF tensors this rank's parameters store."""
+        """Returns the slices of HF tensors that this rank's parameters store."""
         if self.traced is not None:
             return self.traced[self.layout.rank]
         return _slices(self.shape, self.layout, use_te=self.device.type == "cuda")
 
     def slices_by_rank(self) -> list[list[ShardSlice]]:
-        """Returns, for each rank, which slices of HF tensors its parameters store."""
+        """Returns, for each rank, the slices of HF tensors that its parameters store."""
         if self.traced is not None:
             return self.traced
         axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
@@ -122,7 +122,7 @@ class Trainer:
         return [_slices(self.shape, layout, use_te=self.device.type == "cuda") for layout in layouts]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the full shape of every tensor of the checkpoint that is trained."""
+        """Returns the full shape of every trained tensor of the checkpoint."""
         shapes = hf_shapes(self.shape)
         if self.traced is None:
             return shapes
@@ -130,7 +130,7 @@ class Trainer:
         return {name: size for name, size in shapes.items() if name in trained}
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it reads nothing."""
+        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read."""
         fields = self.head.fields(entropy=False)
         outputs = torch.zeros(len(fields), batch.num_tokens, device=self.device)
 
@@ -144,11 +144,11 @@ class Trainer:
         return TokenOutputs(**dict(zip(fields, outputs.cpu(), strict=True)))
 
     def step(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> UpdateReport:
-        """Makes one optimizer step on the rows of `plan`, which has one update.
+        """Takes one optimizer step on the rows of `plan`, which must have one update.
 
-        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 include all divisors, so it
-        does not depend on micro-batches and ranks. The step is skipped if the gradient is not finite, and without a
-        trained token, since Adam's momentum alone would change the weights.
+        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so
+        the split into micro-batches and ranks does not matter. The step is skipped if the gradient is not finite, or if
+        no token is trained, because Adam's momentum alone would change the weights.
         """
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
         lr = self.scheduler.lr
@@ -183,7 +183,7 @@ class Trainer:
         return self._pack(batch, ranks[dp.rank])
 
     def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...]) -> list[Microbatch]:
-        """Returns this rank's micro-batches, of one length where Megatron requires it."""
+        """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
         microbatches = [
             pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device) for part in rows

@@ -1,6 +1,6 @@
-"""Checksums that detect moved and swapped data: weighted by position, exact, the same on CPU and GPU.
+"""Checksums that detect moved and swapped data: position-weighted, exact, and identical on CPU and GPU.
 
-Plain integer sums and xor miss swapped slices, a typical fault of resharding. These checksums are not cryptographic.
+Plain integer sums and xor miss swapped slices, a typical resharding bug. These checksums are not cryptographic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(flat: Tensor) -> Tensor:
     """Checksum of a contiguous message `flat` [n] of any dtype: an int64 scalar on its device.
 
-    64-bit words lie in rows of 1024. Each half of a row's or column's sum mod 2^64 is multiplied by a fixed random
+    64-bit words form rows of 1024. Each half of a row's or column's sum mod 2^64 is multiplied by a fixed random
     64-bit weight. Changed, moved or swapped words are detected unless four or more cancel out in rows and columns.
     """
     data = flat.contiguous().view(torch.uint8)
@@ -39,13 +39,13 @@ def checksum(flat: Tensor) -> Tensor:
 
 
 def _weigh_halves(sums: Tensor, table: int) -> Tensor:
-    """Weighs `sums` [n] int64 by halves: whole sums would hide a top bit flipped in two of them (mod 2^64)."""
+    """Applies weights to the halves of `sums` [n] int64: whole sums would hide a top bit flipped in two of them."""
     halves = sums.view(torch.int32).to(torch.int64)
     return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
 
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` to `into`, of the same shape and dtype. Returns 1 if any bit reads back differently, otherwise 0.
+    """Copies `part` into `into`, of the same shape and dtype. Returns 1 if any bit reads back differently, otherwise 0.
 
     The result is an int64 scalar. A CPU compares while the data is in its cache; a GPU is not synchronized.
     """
@@ -71,7 +71,7 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
     """Checksum (int64 scalar) of the part of a tensor that begins at `start`.
 
     The sums of parts that tile a tensor add up to the sum of the whole (mod 2^64), however it is split. This proves
-    that slices lie in the right place without gathering the tensor. The weight of a word at (i, .., j) is
+    that slices are in the right place without gathering the tensor. The weight of a word at (i, .., j) is
     w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be split anywhere.
     """
     if not part.dim():
@@ -94,7 +94,7 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
 
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
     """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
-    if words.device.type == "cpu":  # numpy vectorises and widens; torch's product of integers does not
+    if words.device.type == "cpu":  # numpy vectorises and widens; torch's integer product does not
         return torch.from_numpy(np.einsum("ij,j->i", words.numpy(), weights.numpy()))
     lines = max(1, STRIP_WORDS // words.shape[1])
     return torch.cat([(strip.to(torch.int64) * weights).sum(1) for strip in words.split(lines)])

@@ -3,7 +3,7 @@
     round n in flight | packs the messages of round n + 1, and passes the local copies of round n to the callback
     round n arrived   | takes checksums, passes messages to the callback, packs the relays of round n + 1 from them
 
-Buffers of two rounds exist at a time, unless the callback keeps them.
+At most two rounds of buffers are alive at a time, unless the callback keeps them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.weights.checksum import checksum
 from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
 from megarl.weights.transports import Transport
 
-OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers wait for rounds
+OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers are waiting
 
 
 def strided_view(tensor: Tensor, where: View | ShardSlice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,7 +58,7 @@ class PlanExecutor:
         return self._dtype.itemsize * sum(m.numel for m in self.messages if m.receiver == rank != m.sender)
 
     def run(self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool) -> Tensor:
-        """Calls `on_bucket` for each message received, and with `include_local` also for local copies.
+        """Calls `on_bucket` for each message received and, with `include_local`, for local copies.
 
         Returns [2, messages of the plan] int64: the checksums of messages that this rank sent, and of those that it
         received; 0 for others. Raises CheckFailed, naming the messages in flight, if a peer is lost.
@@ -71,7 +71,7 @@ class PlanExecutor:
             wait = self._transport.start(
                 {m.receiver: flat for m, flat in outgoing}, {m.sender: flat for m, flat in incoming}
             )
-            following = self._pack_round(number + 1, parameters, sums, relays=False)  # while this round is in flight
+            following = self._pack_round(number + 1, parameters, sums, relays=False)  # overlaps the round in flight
             for message in messages:
                 if include_local and message.sender == message.receiver:
                     on_bucket(message, self.pack(message, parameters))

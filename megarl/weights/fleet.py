@@ -37,10 +37,10 @@ class Fleet:
         return max(self.trainers, self.first_receiver + self.receivers)
 
     def trainer_layout(self, rank: int) -> Layout:
-        """Raises ValueError if the number of trainers does not fit the parallel sizes."""
+        """Raises ValueError if the number of trainer ranks does not fit the parallel sizes."""
         return Layout.of(self.parallel, self.trainers, rank)
 
     def engine_layout(self, rank: int) -> Layout:
-        """Layout within its replica of `rank`, a rank of the world."""
+        """The layout, within its replica, of global rank `rank`."""
         local = (rank - self.first_receiver) % self.ranks_per_replica
         return engine_layout(tensor=self.tensor, expert=self.expert, rank=local)

@@ -1,10 +1,10 @@
-"""Derives a table from an external converter: it converts HF tensors whose elements are their own indices.
+"""Derives a table by running an external converter on HF tensors whose elements are their own indices.
 
     IndexTensors (names -> tensors)  --external conversion-->  a parameter's shard, twice
     slices_from_indices(first, second)  -->  ShardSlices of that parameter | ValueError
 
-In the first run every element is its index, in the second a hash of it. An element that is only moved shows the same
-index in both; one that is computed or cast does not. All are integers below 2^53, which fp64 represents exactly.
+In the first run every element is its index, in the second a hash of it. An element that is only moved gives the same
+index in both runs; one that is computed or cast does not. All are integers below 2^53, which fp64 represents exactly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _scramble(numbers: Tensor) -> Tensor:
 def slices_from_indices(
     param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False
 ) -> list[ShardSlice]:
-    """Returns the slices of HF tensors that `param` contains. With `padded`, other elements of it may be zero.
+    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero.
 
     Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
     """
@@ -82,7 +82,7 @@ def slices_from_indices(
 
 
 def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]) -> list[ShardSlice]:
-    """Joins elements to slices, dim by dim. `index` [n], in the flat HF tensor, ascends; `position` [n]: in `param`."""
+    """Merges elements into slices by dim. `index` [n], in the flat HF tensor, ascends; `position` [n]: in `param`."""
     if not index.numel():
         return []
     first, lengths, step = _runs(index, position, torch.div(index, size[-1], rounding_mode="floor"))

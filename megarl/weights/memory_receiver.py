@@ -1,4 +1,4 @@
-"""A receiver of weights into plain tensors, for example those of a file that an export writes."""
+"""A weight receiver that writes into plain tensors, for example those of a file being exported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Proves that every slice lies in its place, without gathering a tensor or trusting the plan.
+"""Proves that every slice is in its place, without gathering a tensor or trusting the plan.
 
     trainer: slices read from the parameters   --positional_checksum--> sums by tensor --+
                                                                                          +--> equal, for each replica
     engine: slices read from its memory        --positional_checksum--> sums by tensor --+
 
-Positional checksums add up over slices, however a tensor is split. The sums agree only if every element lies where the
+Positional checksums add up over slices, however a tensor is split. The sums agree only if every element is where the
 slices of its side say: a slice on the wrong rank, or in the wrong rows, changes the sum even if all bytes arrived. A
 side with n copies of a tensor, as its element count shows, has n times the sum.
 """

@@ -67,7 +67,7 @@ class FleetTables:
     def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
         self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
         self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
-        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to one another begin together
+        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to each other start together
         is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
         self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
         self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
@@ -123,7 +123,7 @@ class FleetTables:
                 yield rank, part
 
     def _trainer_keys(self) -> dict[str, tuple[Ints, Ints]]:
-        """Section -> (key, coordinate) of each trainer rank; coordinate -1: the rank has nothing of the section."""
+        """Section -> (key, coordinate) of each trainer rank; coordinate -1: the rank holds no part of the section."""
         stage, tp, ep, etp = (
             np.array([getattr(layout, axis).rank for layout in self._layouts]) for axis in ("pp", "tp", "ep", "etp")
         )

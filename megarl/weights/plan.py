@@ -42,7 +42,7 @@ class View:
 class Transfer:
     """[start, start + shape) of HF tensor `name`, where the sender reads it and where the receiver writes it.
 
-    A relayed transfer is read from the flat message that arrived from another rank in the round before; the source's
+    A relayed transfer is read from the flat message that arrived from another rank in the previous round; the source's
     `param` is then `relay_buffer` of that rank.
     """
 
@@ -74,7 +74,7 @@ class Message:
 
     @property
     def is_relay(self) -> bool:
-        """Whether some of it arrives at the sender in the round before."""
+        """Whether part of it arrives at the sender in the previous round."""
         return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
@@ -89,12 +89,12 @@ class Rows:
     """Transfer groups that move between two ranks: one layer's group per row, by (round, sender, receiver)."""
 
     group: Ints
-    layer: Ints  # EMBEDDING, 0.., and the head as a layer behind the last
+    layer: Ints  # EMBEDDING, 0.., and the head as a layer after the last
     expert: Ints  # the first expert of the group; -1: none
     sender: Ints
     receiver: Ints
     round: Ints
-    via: Ints  # the rank from which the sender received a relayed row in the round before; otherwise -1
+    via: Ints  # the rank from which the sender received a relayed row in the previous round; otherwise -1
     offset: Ints  # elements before the row in its message
     numel: Ints
 
@@ -166,7 +166,7 @@ class Plan:
 
 
 def relay_buffer(sender: int) -> str:
-    """The `View.param` that stands for the message which came from `sender` one round before."""
+    """The `View.param` that denotes the message received from `sender` in the previous round."""
     return f"message from rank {sender}"
 
 
@@ -210,7 +210,7 @@ def plan_recorded(
 
 
 def _max_numel(round_numel: int, ranks_per_node: int) -> int:
-    """Maximum size of a group: all copies of it that one rank relays within its node fit into a round."""
+    """Maximum size of a group, such that all copies that one rank relays within its node fit into a round."""
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 

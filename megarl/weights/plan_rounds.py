@@ -1,9 +1,9 @@
-"""Assigns transfers to rounds: every sender and receiver as busy as possible, none above `round_numel`.
+"""Assigns transfers to rounds, keeping every sender and receiver as busy as possible within `round_numel`.
 
     hops in order of position --assign_rounds--> round of each hop (its relays follow one round later)
 
-List scheduling, one round at a time: of the hops that are due, those whose ranks have capacity run, in order; the
-others wait. A hop is due when its receiver would reach it if all rounds were full, and a receiver looks at most one
+List scheduling, one round at a time: of the hops that are due, those whose ranks have capacity left run, in order;
+the rest wait. A hop is due when its receiver would reach it if all rounds were full. Receivers look at most one
 round ahead, so that layers are not opened long before they are complete. A rank's local copies of a layer run with the
 transfers of that layer.
 """
@@ -51,7 +51,7 @@ class _Scheduler:
         total = self._total()
         far, both = int(total[: OUT * world].max()), int(total[OUT * world :].max())
         capacity = np.full(KINDS, round_numel, dtype=np.int64)
-        if 0 < far < both:  # the network has a share of each round, so that links within nodes are busy too
+        if 0 < far < both:  # the network gets a share of each round, so that links within nodes are busy too
             capacity[[FAR_OUT, FAR_IN]] = max(1, min(round_numel // 2, round_numel * far // both))
         self._full = np.repeat(capacity, world)
         self.num_rounds = int(np.ceil(total / self._full[: len(total)]).max(initial=1))  # a lower bound
@@ -112,7 +112,7 @@ class _Scheduler:
         accepted, able = np.zeros(len(waiting), dtype=bool), np.ones(len(waiting), dtype=bool)
         place, resource, numel = self._entries(waiting)
         for _ in range(MAX_PASSES):
-            # a hop that does not fit alone waits; the others run in order, up to the capacity that is left
+            # a hop that does not fit alone waits; the others run in order, up to the remaining capacity
             able[place[(numel > room[resource]) & (room[resource] < self._full[resource])]] = False
             remaining = able[place]
             place, resource, numel = place[remaining], resource[remaining], numel[remaining]

@@ -42,7 +42,7 @@ from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport
 
-SPARE_BYTES = 2 << 30  # of device memory, left free beside staged messages for the layers that are open meanwhile
+SPARE_BYTES = 2 << 30  # of device memory, kept free next to staged messages for the layers that are open at the time
 KEEPS = "The engine keeps the version it had"
 REFUSES = "The engine refuses prompts until a sync succeeds"
 
@@ -69,14 +69,14 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class WeightSender:
-    """The trainer's half on one rank."""
+    """The trainer's side on one rank."""
 
     slices: Sequence[ShardSlice]  # where its parameters hold HF tensors
     parameters: Callable[[], Mapping[str, Tensor]]
 
 
 class WeightReceiver(Protocol):
-    """The engine's half on one rank: begin, write ..., seal, finish; abort at any time."""
+    """The engine's side on one rank: begin, write ..., seal, finish; abort at any time."""
 
     device: torch.device
 
@@ -106,7 +106,7 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed batch scored by both sides, as faults of repacking show in log-probs only.
+    """A fixed batch scored by both sides, because repacking bugs are visible only in log-probs.
 
     `trainer` and `engine` map tokens [N, L] to log-probs [N, L - 1] of tokens[:, 1:] at temperature 1, on every rank of
     their side.
@@ -233,7 +233,7 @@ class Publisher:
         return None
 
     def _memory_fault(self) -> str | None:
-        """Describes a lack of host memory for staging. All ranks of a node need about as much at once."""
+        """Describes a shortage of host memory for staging. All ranks of a node need about as much at once."""
         if not self.is_atomic or self._staging_device().type == "cuda":
             return None
         needed, free = self.ranks_per_node * self.executor.bytes_arriving, free_host_bytes()
@@ -261,7 +261,7 @@ class Publisher:
         return staged
 
     def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
-        """Writes every message into the engine, on arrival or from `staged`, which it empties; returns the fault."""
+        """Writes every message into the engine, on arrival or from `staged`, which it empties; returns the problem."""
         read_back: list[tuple[Message, Tensor]] = []  # message, number of transfers that read back differently
         errors: list[str] = []  # reported after all rounds, as peers wait for them
 
@@ -321,7 +321,7 @@ class Publisher:
         self.placement.compare(self.transport, (sent, parameters), received)
 
     def _check_probe(self) -> None:
-        """Scores the probe on both sides. Raises CheckFailed, on all ranks, if one replica exceeds the bounds."""
+        """Scores the probe on both sides. Raises CheckFailed, on all ranks, if any replica exceeds the bounds."""
         if (probe := self.probe) is None:
             return
         worst = (0.0, 0.0)  # largest and mean difference of this rank

@@ -1,11 +1,11 @@
 """Assigns a sender to every transfer group, layer, expert and node.
 
-A rank copies locally what it already has, otherwise receives it from a rank of its node that has it, otherwise over
+A rank copies locally what it already has. It receives the rest from a rank of its node if one has it, otherwise over
 the network. Data that several ranks of a node lack crosses the network once: one of them receives it and relays it to
 the others. Holders take turns, and so do the ranks that relay.
 
-Every node goes through the model in the order of its layers, but each begins at another layer, so that all pipeline
-stages send at any time: `position` counts from the layer where the receiver begins.
+Every node goes through the model in layer order, but each starts at a different layer, so that all pipeline stages
+send at all times: `position` counts from the layer where the receiver starts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Ints = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """The repetitions of a transfer group over layers and experts, as arrays."""
+    """The instances of a transfer group, one for each layer and expert, as arrays."""
 
     layer: Ints
     expert: Ints  # -1: none
     position: Ints  # number of the replica's elements before it, in the order of the engine's layers
-    turn: Ints  # differs between instances of the same holders
+    turn: Ints  # distinguishes instances with the same holders
     key: Ints  # row of `Placement.holders`
     part: Ints  # expert-parallel rank of the engine that keeps it
 
@@ -42,7 +42,7 @@ class Placement(Protocol):
     world: int
     ranks_per_node: int
     receivers: list[int]  # ascending
-    lanes: int  # number of layers at which ranks of one node begin; they repeat after `period` ranks
+    lanes: int  # number of layers at which ranks of one node start; they repeat after `period` ranks
     period: int
     layer_starts: Ints  # positions, ascending
     total: int  # elements of a replica
@@ -66,7 +66,7 @@ class Hops:
     expert: Ints
     sender: Ints
     receiver: Ints
-    position: Ints  # counted from the layer where the receiver begins
+    position: Ints  # counted from the layer where the receiver starts
     relay_hop: Ints  # index of the first hop, ascending
     relay_receiver: Ints
 
@@ -119,7 +119,7 @@ class _Collector:
         count, ranks = holders.shape[1], np.array(keepers)
         near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
         is_near, first = near.any(1), ranks[turn % len(ranks)]
-        # the next holder in turn, one on the node if there is any
+        # the next holder in turn, on the same node if possible
         order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
         sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
         for keeper in keepers:
@@ -132,7 +132,7 @@ class _Collector:
             self._count += len(direct)
 
     def finish(self, offsets: Ints, total: int) -> Hops:
-        """`offsets` [world]: the position where each rank begins."""
+        """`offsets` [world]: the position where each rank starts."""
         group, layer, expert, position, sender, receiver = (_joined(self._hops, column) for column in range(6))
         position = (position - offsets[receiver]) % total
         order = np.argsort(position, kind="stable")

@@ -1,7 +1,7 @@
 """Messages between the ranks of a torch.distributed group, point to point: NCCL on GPUs, gloo on CPUs.
 
 Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it, during a sync the
-peer of the transfer that did not end. A collective alone would only report a time-out.
+peer of the transfer that did not complete. A collective alone would only report a timeout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Collective:
         self.world = dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
         self._barriers = count()
-        store: Any = dist.distributed_c10d._get_default_store()  # the one through which the ranks met
+        store: Any = dist.distributed_c10d._get_default_store()  # the store that the ranks used for rendezvous
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         prefix = f"megarl/barrier/{next(_INSTANCES)}/{ranks[0]}-{ranks[-1]}"
         self._store = dist.distributed_c10d.PrefixStore(prefix, store)
@@ -95,7 +95,7 @@ class Collective:
         return values
 
     def _run(self, collective: Callable[[], object]) -> None:
-        """Runs a collective; if it fails, a barrier among the ranks that are left finds the absent ones."""
+        """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing ones."""
         try:
             collective()
         except RuntimeError as error:
