@@ -31,7 +31,7 @@ class Parallel:
 
     @property
     def divisors(self) -> dict[str, int]:
-        """Products of sizes that divide the world size, by the names of their axes."""
+        """Products of sizes that must divide the world size, by the names of their axes."""
         return {"tensor x pipeline x context": self.dense, "expert_tensor x expert x pipeline": self.sparse}
 
 
@@ -92,7 +92,7 @@ class Layout:
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
-    """Returns the smallest number of ranks that all products of axis sizes divide."""
+    """Returns the smallest number of ranks that every product of axis sizes divides."""
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 

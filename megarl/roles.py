@@ -1,4 +1,4 @@
-"""The roles that the loop uses. A backend is any implementation; the loop never depends on which.
+"""The roles that the loop uses. A backend is any implementation; the loop never depends on a particular one.
 
 In colocated mode every rank runs the loop, calls every method in the same order, and gets the same result (SPMD):
 

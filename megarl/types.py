@@ -83,7 +83,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """All that a forward pass needs. Rows lie end to end and are shifted once: ``labels[t] = tokens[t + 1]``."""
+    """Everything a forward pass needs. Rows lie end to end and are shifted once: ``labels[t] = tokens[t + 1]``."""
 
     tokens: Tensor  # [T] int64
     labels: Tensor  # [T] int64; 0 and never used at the last position of a row
@@ -145,7 +145,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRows:
-    """The rows of one micro-batch as a loss sees them: whole rows end to end, M positions; none at all is legal."""
+    """The rows of one micro-batch as a loss sees them: whole rows end to end, M positions; it may have no rows."""
 
     rows: tuple[int, ...]  # R row indices of the batch
     index: Tensor  # [M] int64, on the CPU: where each position lies in the batch's [T]
@@ -173,7 +173,7 @@ Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
 class MicrobatchPlan:
     """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` is a tuple of row indices.
 
-    Every dp rank has the same number of micro-batches in an update; an empty one is legal. Each row of the batch is in
+    Every dp rank has the same number of micro-batches in an update; some may be empty. Each row of the batch is in
     exactly one update.
     """
 

@@ -2,7 +2,7 @@
 
     ADVANTAGES[name](rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten, **options)
 
-T = positions, N = rows (samples), V = the values that a group's statistics are taken of: scores or step rewards.
+T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or step rewards.
 `rewards_T` is the reward of each token: an outcome reward lies on the row's last True position, and a KL penalty in
 the reward is already subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32).
 R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its group (samples of one prompt).
@@ -10,8 +10,8 @@ R_i = the score of row i, the sum of its rewards; mean and std are over the rows
 Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std` ("unbiased" or
 "biased") and `eps`; `singleton` is the advantage of a row alone in its group: "zero", "raw" (its score), or "error".
 
-Rows without a True position, or with a reward, value or baseline that is not finite or near the end of the dtype's
-range, take no part in any statistic; their advantage is 0.
+Rows without a True position, or with a reward, value or baseline that is not finite or is close to the dtype's
+limits, are left out of all statistics; their advantage is 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.algorithms.whitening import whiten as whiten_tokens
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What every estimator reads. Rows that take no part have no True position."""
+    """What every estimator reads. Rows that are left out have no True position."""
 
     rows: Rows
     groups: Groups  # of the rows
@@ -42,7 +42,7 @@ class _Batch:
         return self.rows.sum(self.rewards_T.double())
 
 
-# Estimators of one advantage a row [N], which all its tokens get.
+# Estimators of one advantage per row [N], shared by all of its tokens.
 
 
 def grpo(
@@ -58,7 +58,7 @@ def grpo(
 
     Args:
         scale: divide by the std of the "group", of the whole "batch", or "none".
-        leave_one_out: mean and std of the other rows of the group.
+        leave_one_out: take mean and std over the other rows of the group.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     score_N, groups, biased = batch.scores_N, batch.groups, std == "biased"
@@ -118,7 +118,7 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
     return torch.where(is_single_V, raw_V if singleton == "raw" else 0, advantage_V)
 
 
-# Estimators of one advantage a token [T].
+# Estimators of one advantage per token [T].
 
 
 def reinforce(batch: _Batch, *, gamma: float = 1.0) -> Tensor:
@@ -221,7 +221,7 @@ def _clean_batch(
     rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, group_N: Tensor, *, limit: float, **inputs: Tensor | None
 ) -> tuple[_Batch, dict[str, Tensor]]:
     """The batch and the clean `inputs` of its estimator, on the device of `rewards_T`. Rows that hold a NaN, or whose
-    sums could exceed `limit`, take no part."""
+    sums could exceed `limit`, are left out."""
     device = rewards_T.device
     rows = Rows.of(mask_T.to(device), cu_seqlens)
     tensors = {"rewards_T": rewards_T, **{key: x for key, x in inputs.items() if x is not None}}

@@ -1,7 +1,7 @@
-"""From per-token losses to one number: a weight for each token, computed once from the whole batch.
+"""Reduces per-token losses to one number by a weight for each token, computed once from the whole batch.
 
-A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is divided twice and no
-split of the rows changes the sum. Rows without a True position have no effect.
+A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is divided twice and
+the sum does not depend on how the rows are split. Rows without a True position have no effect.
 T = positions, N = rows. Each rule returns the weight of one token of each row, [N] fp64.
 """
 

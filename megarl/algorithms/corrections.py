@@ -1,4 +1,4 @@
-"""Weights that correct for the mismatch between the engine's log-probs, which sampled, and the trainer's.
+"""Weights that correct for the mismatch between the log-probs of the engine, which sampled, and the trainer's.
 
     CORRECTIONS[name](old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T, **options)
 

@@ -34,7 +34,7 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
-    """e^-delta - 1 + delta, clamped to +-`value_clamp`. Where the clamp acts the gradient is 0, which is where the
+    """e^-delta - 1 + delta, clamped to +-`value_clamp`. Where it is clamped the gradient is 0, just where the
     policy is furthest from the reference; several trainers clamp to 10."""
     delta_T = k1(logprobs_T, ref_logprobs_T)
     value_T = torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
@@ -58,7 +58,7 @@ KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_
 def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
     """The KL coefficient after a batch of `num_samples` rows with mean KL `kl`, in the unit of `target`.
 
-    It grows where `kl` > `target` and shrinks where it is less, by at most a fifth over `horizon` rows. A `kl` that is
+    It grows if `kl` > `target` and shrinks if `kl` is less, by at most a fifth over `horizon` rows. A `kl` that is
     not finite leaves it unchanged. Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
     """
     if not math.isfinite(kl):

@@ -3,7 +3,7 @@
     LOSSES[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, **options) -> loss_T
 
 T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0 and gradient 0
-whatever it holds. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg = stop gradient.
+whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg = stop gradient.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _clip(
 
 
 def _beyond_bound(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """[T] bool: the ratio is beyond the bound that its advantage pushes it to."""
+    """[T] bool: the ratio is beyond the bound that its advantage pushes it towards."""
     return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low))
 
 
@@ -157,7 +157,7 @@ def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> 
 
 
 def cispo_clipped(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """[T] bool: the token's weight is a bound, not its ratio; the gradient stays."""
+    """[T] bool: the token's weight is clipped to a bound; its gradient remains."""
     return tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
 
 
@@ -169,7 +169,7 @@ def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Ten
 
 
 def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
-    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it to.
+    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it towards.
     arXiv 2507.20673."""
     rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
     clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
@@ -195,7 +195,7 @@ def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = N
     if select_T is None:
         return loss_T
     gap_T = tokens.log_ratio_T
-    # before the first update the gap is rounding, and its sign would be the gradient
+    # before the first update the gap is only rounding, whose sign would become the gradient
     gap_T = torch.where(gap_T.abs() < ROUNDING, gap_T.detach(), gap_T)
     return loss_T + clean(kl_coef * gap_T.abs(), select_T)
 

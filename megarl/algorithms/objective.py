@@ -42,7 +42,7 @@ from megarl.types import (
 
 @dataclass(frozen=True)
 class Objective:
-    """The algorithm section of a config as functions."""
+    """The `algorithm` section of a config, as functions."""
 
     algorithm: Algorithm
     max_tokens: int | None = None  # of a response: the divisor of Dr. GRPO's aggregation
@@ -55,7 +55,7 @@ class Objective:
     ) -> tuple[ScoredBatch, ObjectiveState]:
         """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
-        Overlong shaping happens before (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
+        Overlong shaping happens earlier (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
         batch uses the coefficient of `state`.
         """
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
@@ -151,7 +151,7 @@ class Objective:
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
         """Returns the metrics of an update, from the means that `loss` measures.
 
-        correction/ess is the effective sample size under uncorrected importance weights w, as a share of the sample:
+        correction/ess is the effective sample size under uncorrected importance weights w, as a fraction of n:
         (sum w)^2 / (n sum w^2).
         """
         metrics = dict(means)

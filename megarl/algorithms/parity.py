@@ -1,4 +1,4 @@
-"""Measures how log-probs of trainer and engine differ on the tokens just sampled, and suggests a cause.
+"""Measures how the log-probs of the trainer and the engine differ on the tokens just sampled, and suggests a cause.
 
 Both score the same tokens with the same weights and temperature, so in fp32 they agree up to rounding. A larger
 difference is a fault; how it is distributed over the batch shows where to look first.
@@ -21,7 +21,7 @@ class Parity:
     max: float
     kl: float  # mean of k3(engine || trainer), nats per token
     share_off: float  # share of tokens that differ by more than a tenth of the maximum
-    share_above: float  # share of tokens to which the engine assigned more than the trainer
+    share_above: float  # share of tokens whose log-prob is higher in the engine than in the trainer
     early: float  # largest difference on the first sampled token of any row
     row: int  # of the maximum
     position: int  # sampled tokens of that row before it

@@ -39,11 +39,11 @@ class Rows:
         return cls(mask_T, cu_seqlens, num_tokens_N.long())
 
     def sum(self, x_T: Tensor) -> Tensor:
-        """[N]: the sum of each row of `x_T`, which is clean."""
+        """[N]: the sum of each row of `x_T`, which must be clean."""
         return torch.segment_reduce(x_T, "sum", offsets=self.cu_seqlens)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """[N]: the mean over the True positions of each row of `x_T`, which is clean; 0 for a row without any."""
+        """[N]: the mean over the True positions of each row of `x_T`, which must be clean; 0 for a row without any."""
         return self.sum(x_T) / self.num_tokens_N.clamp(min=1)
 
     def spread(self, x_N: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Statistics of each group's valid values, given to every value of the group: [V] fp64, in two passes."""
+    """Statistics of each group's valid values, broadcast to the group's values: [V] fp64, in two passes."""
 
     group_V: Tensor  # [V] int64: 0..G - 1, and G for values that are not valid
     size_V: Tensor  # [V] fp64: valid values in the group; 0 for values that are not valid
@@ -114,7 +114,7 @@ class Groups:
         return centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V
 
     def std(self, x_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
-        """The group's standard deviation, or that of the group's other values; 0 where it has no two values."""
+        """The group's standard deviation, or that of the group's other values; 0 where there are fewer than two."""
         squares_V = self.centre(x_V).square()
         total_V, size_V = self.sum(squares_V), self.size_V
         if leave_one_out:  # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)

@@ -1,4 +1,4 @@
-"""Choice of the tokens whose advantage and log-prob rise together, which is what lowers entropy: arXiv 2505.22617.
+"""Selects the tokens whose advantage and log-prob covary most, which are those that lower entropy: arXiv 2505.22617.
 
     SELECT[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, *, generator=None, **options) -> select_T [T] bool
 
@@ -39,7 +39,7 @@ def clip_cov(
     clip_high: float = 0.2,
 ) -> Tensor:
     """At most `share` of the tokens, at least one, drawn from those with covariance in (low, high) that the clip does
-    not act on."""
+    not affect."""
     mask_T = mask_T.bool()
     log_ratio_T, advantages_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T), clean(advantages_T, mask_T)
     ratio_T = log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -1,4 +1,4 @@
-"""Weights and run state on disk. Importing it first lets Megatron-Core run on a CPU if there is no GPU."""
+"""Weights and run state on disk. Import it before megatron.core, which then runs on a CPU if there is no GPU."""
 
 from megarl.platform import megatron_on_cpu
 

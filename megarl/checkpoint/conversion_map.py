@@ -2,7 +2,7 @@
 
     HF tensors --ShardSlice--> parameters <--ShardSlice-- tensors of the checkpoint
 
-A conversion moves parameters, one by one, from a Source to a Target. Both formats can be either.
+A conversion moves parameters, one by one, from a Source to a Target. Either format can be the source or the target.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StoredTensors:
 
     slices: Mapping[str, Sequence[ShardSlice]]  # by parameter, in order; `name` is the checkpoint's key
     shapes: Mapping[str, tuple[int, ...]]  # by key
-    padded: frozenset[str]  # keys whose number of rows depends on the layout that saved them: the vocabulary's
+    padded: frozenset[str]  # keys whose row count depends on the layout they were saved in: the vocabulary's
     objects: Sequence[str]  # keys of Megatron's other state
 
 
@@ -71,7 +71,7 @@ class ConversionMap:
     def build(
         cls, hf_shapes: Mapping[str, tuple[int, ...]], slices: Iterable[ShardSlice], stored: StoredTensors
     ) -> ConversionMap:
-        """Combine the slices of the tables and of Megatron, for a single rank; every element must be in both."""
+        """Combine the slices of the tables with Megatron's, for a single rank; both must cover every element."""
         by_param: dict[str, list[ShardSlice]] = defaultdict(list)
         elements: Counter[str] = Counter()
         for box in slices:
@@ -90,7 +90,7 @@ class ConversionMap:
         return sum(box.numel for box in self.stored.slices[param])
 
     def checksums(self, param: str, flat: Tensor) -> Counter[str]:
-        """The checksum of the parameter's part of each HF tensor; over all parameters they add up to the tensor's."""
+        """The checksum of the parameter's part of each HF tensor; over all parameters they sum to the tensor's."""
         sums: Counter[str] = Counter()
         for box in self.hf_slices[param]:
             part, start = flat.as_strided(box.shape, box.strides, box.offset), box.start

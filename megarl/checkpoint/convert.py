@@ -2,9 +2,9 @@
 
     source --read ahead--> target's files in .NAME.part, each with a record --read back--> checksums agree --> NAME
 
-A record is written once its file is complete and on disk, so a conversion that was killed continues after the last
-one. Every HF tensor's checksum is computed while the source is read, and again from the finished target. Memory holds a
-few parameters (of an expert, of a layer, the embedding), however large the model is.
+A record is written once its file is complete and on disk, so a killed conversion resumes after the last one.
+Every HF tensor's checksum is computed while the source is read, and again from the finished target. At any time a
+few parameters are in memory (an expert's, a layer's, the embedding), however large the model is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
 
 READERS = 2  # threads
-AHEAD = READERS  # parameters that are read before they are written
+AHEAD = READERS  # parameters read ahead of the writer
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"
 
 
@@ -73,7 +73,7 @@ class Conversion:
                 copy_model_files(self.origin, staging)
                 self.target.finish(staging, [records[file.name]["result"] for file in files])
             error = _changed_since_made(self.source_folder, lines) or self._read_back(staging, checksums, readers)
-            shutil.rmtree(staging / RECORDS)  # after an error everything is written anew
+            shutil.rmtree(staging / RECORDS)  # after an error everything is rewritten
             if error:
                 raise CheckFailed(error)
             write_atomic(staging / CHECKSUMS, "".join(f"{value}  {name}\n" for name, value in lines.items()))
@@ -100,7 +100,7 @@ class Conversion:
         return self.conversion_map.hf_slices[param][0].name
 
     def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
-        """Write one file from its start, then its record."""
+        """Write one file from scratch, then its record."""
         checksums: Counter[str] = Counter()
         current = file.params[0]
 
@@ -123,7 +123,7 @@ class Conversion:
         return flat, self.conversion_map.checksums(param, flat)
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
-        """Describes how the finished folder differs from the source, with names of tensors; "" if it does not."""
+        """Describes how the finished folder differs from the source, naming tensors; "" if it does not."""
 
         def read(param: str) -> Counter[str]:
             flat = written.read(param)
@@ -147,7 +147,7 @@ class Conversion:
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
-    """Returns the records of files that an interrupted conversion completed; empties a folder of another identity."""
+    """Returns the records of files that an interrupted conversion completed; empties a folder with another identity."""
     known = staging / RECORDS / "identity"
     if not known.is_file() or known.read_text() != identity:
         shutil.rmtree(staging, ignore_errors=True)
@@ -158,7 +158,7 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:
-    """Yields `read(param)` in order, and reads the next parameters meanwhile."""
+    """Yields `read(param)` in order, while threads read the next parameters."""
     pending: deque[Future[Any]] = deque()
     try:
         for number in range(len(params) + AHEAD):
@@ -191,10 +191,10 @@ def _some(names: Sequence[str]) -> str:
 
 @contextmanager
 def _disk_errors(path: Path, tensor: Callable[[], str] | None = None) -> Iterator[None]:
-    """Raises CheckFailed with file and tensor if the disk is full or a file must not grow."""
+    """Raises CheckFailed, naming file and tensor, if the disk is full or a read or write fails."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save wraps the error of its stream
+    except (OSError, RuntimeError) as error:  # torch.save wraps its stream's error
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__

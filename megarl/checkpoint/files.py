@@ -1,4 +1,4 @@
-"""Folders of a run's checkpoints: which exist, and whether their files are those that were written. No tensors.
+"""A run's checkpoint folders: which exist, and whether their files are still as written. Reads no tensors.
 
 runs/<name>/checkpoints/step_<n>/ *.distcp, .metadata, common.pt, metadata.json
                                   manifest.json: {"files": {name: {"bytes": n, "sha256": hex}}}, written last
@@ -22,7 +22,7 @@ Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints, ascending; one that is being written has another name."""
+    """Steps of the checkpoints, ascending; a folder still being written has another name."""
     names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
 

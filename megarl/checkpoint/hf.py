@@ -2,7 +2,7 @@
 
     tensors --split by size--> one file per rank at a time --Publisher (plan, checksums)--> safetensors + index
 
-The files of a round take the place of the engine in an ordinary weight sync, so an export is verified like one.
+In each round the files stand in for the engine of an ordinary weight sync, so an export is verified like one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def export_hf(
 ) -> None:
     """Write `folder` completely or not at all, replacing an older one; all ranks call it.
 
-    Raises CheckFailed on all ranks if a tensor is missing or arrives changed.
+    Raises CheckFailed on all ranks if a tensor is missing or arrives corrupted.
     """
     staging = folder.with_name(f".{folder.name}.part")
     if transport.rank == 0:
@@ -67,7 +67,7 @@ def export_hf(
             transport,
             weights,
             ranks_per_replica=len(round_),
-            is_atomic=False,  # a file that is incomplete never gets its name
+            is_atomic=False,  # an incomplete file never gets its final name
         ).publish(version=0)
         if mine:
             save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})

@@ -75,7 +75,7 @@ class HfFolder:
             self._read(block, view(parameter, block))
 
     def _read(self, box: ShardSlice, target: Tensor) -> None:
-        """Fills `target` from whole rows along the slice's lead axis, which are consecutive in the file."""
+        """Fills `target` from whole rows along the slice's lead axis, which are contiguous in the file."""
         tensor = self.tensors[box.name]
         start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
@@ -116,7 +116,7 @@ class HfFile:
         self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
 
     def write(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Write the slice of `parameter` to [start, start + shape) of `box.name`, which is consecutive in the file."""
+        """Write the slice of `parameter` to [start, start + shape) of `box.name`, which is contiguous in the file."""
         full = self._shapes[box.name]
         start, shape = _without_pairs(box, len(full))
         elements = view(parameter, box)
@@ -138,7 +138,7 @@ class HfFile:
 
 
 def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> Source:
-    """Raises ValueError if tensors that Megatron stores in one have different dtypes."""
+    """Raises ValueError if tensors that Megatron stores as one have different dtypes."""
     firsts: dict[str, str] = {}
     for param, boxes in conversion_map.stored.slices.items():
         for name in (box.name for box in conversion_map.hf_slices[param]):
@@ -157,7 +157,7 @@ class HfTarget:
     def __init__(self, conversion_map: ConversionMap, source: Source, *, file_bytes: int) -> None:
         self._map = conversion_map
         self._dtypes: dict[str, torch.dtype] = {}
-        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may be one tensor, which is in one file
+        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may share a tensor, hence a file
         for param, boxes in conversion_map.hf_slices.items():
             params.setdefault(boxes[0].name, []).append(param)
             self._dtypes |= dict.fromkeys([box.name for box in boxes], source.dtype(param))
@@ -191,7 +191,7 @@ class HfTarget:
 
 
 def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[ShardSlice]:
-    """Split the slice into `parts` equal ones, each into blocks of whole rows of at most BLOCK_BYTES."""
+    """Split the slice into `parts` equal parts, and each into blocks of whole rows of at most BLOCK_BYTES."""
     axis = lead_axis(box.shape)
     rows = box.shape[axis]
     part, limit = -(-rows // parts), max(1, rows * BLOCK_BYTES // (box.numel * item_bytes))
@@ -207,7 +207,7 @@ def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[
 
 
 def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
-    """Consecutive groups of at most `limit` in total size; a larger item has a group to itself."""
+    """Consecutive groups of at most `limit` in total size; a larger item gets a group of its own."""
     groups: list[list[Item]] = []
     filled = limit
     for item in items:

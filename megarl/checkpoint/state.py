@@ -3,9 +3,9 @@
     state --host copy--> [thread] .step_<n>.part --all ranks wrote--> step_<n>, then `latest`; older ones are removed
 
 A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the prompts' cursor, the
-objective's state, each rank's random generators. The files are written during the next rollout, and their folder is
-renamed at a later boundary, when every rank's are complete. A run that a check stops in the middle of a step can still
-save the boundary before it.
+objective's state, each rank's RNG states. The files are written during the next rollout, and their folder is
+renamed at a later boundary, when every rank's are complete. If a check stops a run in the middle of a step, the
+boundary before it can still be saved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the one format that every layout can read
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the only format that every layout can read
 
 
 class Trained(Protocol):
@@ -49,7 +49,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """The state after `step` steps, except for the trainer's."""
+    """The state after `step` steps, except the trainer's own."""
 
     step: int
     state: ObjectiveState
@@ -94,7 +94,7 @@ class Checkpoints:
             self.export(step)
 
     def save(self) -> None:
-        """Start to save the newest boundary, unless it is already saved or step 0. `finish` waits for the files."""
+        """Start saving the newest boundary, unless it is already saved or step 0. `finish` waits for the files."""
         self.finish()
         now = self._now
         if now.step == self._saved:
@@ -140,7 +140,7 @@ class Checkpoints:
         Returns (steps done, objective's state). Raises ValueError if the named folder, or every one, is incomplete.
         """
         if dist.get_rank() == 0:
-            for unfinished in self.folder.glob(".step_*.part"):  # of runs that were killed
+            for unfinished in self.folder.glob(".step_*.part"):  # left by runs that were killed
                 shutil.rmtree(unfinished, ignore_errors=True)
         source = self._find(resume)
         if source is None:
@@ -204,7 +204,7 @@ def _from_rank_0(value: Any) -> Any:
 
 
 def _wrong(folder: Path) -> str:
-    """Describes the damage of a checkpoint, "" if it is complete; each rank reads its share of the files."""
+    """Describes how a checkpoint is damaged, "" if it is complete; each rank reads its share of the files."""
     expected, wrong = {}, []
     if dist.get_rank() == 0:
         try:
@@ -220,7 +220,7 @@ def _wrong(folder: Path) -> str:
 
 
 def _sharded_random() -> dict[str, ShardedObject]:
-    """The states of this rank's random generators, for the same rank of a world of the same size."""
+    """This rank's RNG states, to be restored on the same rank of a world of the same size."""
     megatron: Any = get_cuda_rng_tracker()
     state = {
         "torch": torch.get_rng_state(),
@@ -244,10 +244,10 @@ def _set_random(state: Mapping[str, Any]) -> None:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Load the optimizer's state, around two defects of Megatron-Core 0.16 with torch's Adam (no TE, no Apex).
+    """Load the optimizer's state, working around two bugs of Megatron-Core 0.16 with torch's Adam (no TE, no Apex).
 
-    It expects a step count per parameter, although it saves one per group; and then all parameters share one tensor,
-    which each increments.
+    It expects a step count per parameter although it saves one per group, and it then makes all parameters share one
+    tensor, which each of them increments.
     """
     parts = [part for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
     for part in parts:
@@ -259,7 +259,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Non
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Create moments and step counts, which otherwise exist after the first step only; loading writes into them."""
+    """Create the moments and step counts that loading writes into; otherwise they exist only after the first step."""
     for part in _parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):

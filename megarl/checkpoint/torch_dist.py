@@ -1,8 +1,8 @@
-"""Megatron distributed checkpoints (`torch_dist`): loaded into a model, and as source and target of a conversion.
+"""Megatron distributed checkpoints (`torch_dist`): loads them into a model, and converts from and to them.
 
 Conversions take names and shapes from `sharded_state_dict` and use torch.distributed.checkpoint, with one parameter in
-memory at a time. They read what `megatron.core.dist_checkpointing.save` writes; its `load` reads their result in any
-layout.
+memory at a time. They read what `megatron.core.dist_checkpointing.save` writes, and its `load` reads what they write,
+in any layout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_checkpoint(folder: Path) -> bool:
 def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
     """Load a checkpoint, saved in any layout, into this rank's pipeline chunks. All ranks call it.
 
-    Raises ValueError if the checkpoint is another model's.
+    Raises ValueError if the checkpoint is of a different model.
     """
     for chunk in chunks:
         sharded = {
@@ -67,7 +67,7 @@ def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
-    """The tensors that Megatron saves of `model`, a GPTModel of one rank, which may be on the meta device."""
+    """The tensors that Megatron saves for `model`, a single-rank GPTModel, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
     shapes, padded, objects = {}, set(), []
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -90,7 +90,7 @@ def stored_tensors(model: nn.Module) -> StoredTensors:
 
 
 class MegatronFolder:
-    """A checkpoint's tensors, read by slices. Several threads may read."""
+    """A checkpoint's tensors, read slice by slice. Several threads may read."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if its metadata cannot be read."""
@@ -147,7 +147,7 @@ class MegatronFolder:
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
         try:
             self._reader.read_data(LoadPlan(items), _IntoTensor(view(parameter, box)))
-        except Exception as error:  # a damaged chunk fails in as many ways as a zip file can
+        except Exception as error:  # a damaged chunk can fail in as many ways as a zip file
             places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
             files = ", ".join(str(self._folder / place) for place in sorted(places))
             raise ValueError(f"{files}: {box.name} at {box.start} cannot be read ({error!r}); copy it again") from error
@@ -165,7 +165,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class MegatronTarget:
-    """A file for each value of `file_of(param)`, or several of at most `file_bytes`, in chunks for each tensor rank."""
+    """One file per value of `file_of(param)`, or several of at most `file_bytes`, chunked by tensor-parallel rank."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _StreamedChunks(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             empty = io.BytesIO()
-            torch.save([None], empty)  # Transformer Engine's state of a layer that was never run
+            torch.save([None], empty)  # Transformer Engine's state for a layer that was never run
             return empty
         self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
         self._previous = next(self._chunks).clone()

@@ -1,8 +1,8 @@
-"""Writes a distributed checkpoint: plans it and copies it to the host at once, writes the files on a thread.
+"""Writes a distributed checkpoint: plans it and copies it to the host at once, then writes the files on a thread.
 
     plan (collective) -> host copy -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
 
-The thread replaces Megatron-Core's writer processes, because 0.16 forks them from a process with an engine and its
+The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs an engine and its
 threads. Only disk work runs on the thread; all collectives run on the caller's.
 """
 
@@ -30,7 +30,7 @@ class Writing:
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
-        # by default every rank spawns a process for this queue, though writer and reader are threads of this one
+        # by default every rank spawns a process for this queue, though its writer and reader are threads here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         # 0.19 delegates the write to another package by default
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -87,7 +87,7 @@ class Writing:
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Copies buckets of (path, name, (objects, tensors)); also on a CPU, where training changes the state."""
+    """Copies buckets of (path, name, (objects, tensors)); even on a CPU, because training changes the state."""
     return [
         (path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets

@@ -24,7 +24,7 @@ from megarl.config.names import LOSS_BOUNDS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 
-RENAMED = {  # key of an earlier version -> its present name
+RENAMED = {  # key of an earlier version -> its current name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
     "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
     "algorithm.select_options": "algorithm.token_selection_options",
@@ -36,7 +36,7 @@ RENAMED = {  # key of an earlier version -> its present name
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number."""
+    """A safe YAML loader that reads 1e-6 as a number."""
 
 
 _Loader.add_implicit_resolver(
@@ -81,7 +81,7 @@ def parse_config(values: Mapping[str, Any], lines: Mapping[str, str] | None = No
 
 
 def resolved_yaml(config: Config) -> str:
-    """Returns all values as YAML, including the preset's; it parses to the same config."""
+    """Returns all values as YAML, including the preset's; parsing it gives the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -148,7 +148,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Removes settings of a model or task that the command line replaces by another."""
+    """Removes the settings of a model or task that the command line replaces with another."""
     model, task = values.get("model"), values.get("task")
     if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
@@ -222,7 +222,7 @@ def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
     if key in RENAMED:
         return f"{key} {_origin(key, lines)} has been renamed; use {RENAMED[key]}"
     for part in path[:-1]:
-        if part in section.model_fields:  # and not an index
+        if part in section.model_fields:  # not a list index
             section = _section(section.model_fields[part].annotation) or section
     near = [".".join([*path[:-1], close]) for close in difflib.get_close_matches(name, section.model_fields, n=2)]
     if not near:

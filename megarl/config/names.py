@@ -49,7 +49,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "seq_mask": ("low", "high"),
     "opsm": ("delta",),
 }
-SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # and the bounds
+SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # plus the bounds
 LOSS_BOUNDS = (*_CLIP, "dual_clip")  # options of a loss that are keys of `algorithm` itself
 CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},

@@ -1,8 +1,8 @@
-"""Presets: named sets of the values of `algorithm`, which explicit settings override. Plain data, no torch.
+"""Presets: named sets of values for `algorithm`, overridden by explicit settings. Plain data, no torch.
 
 Values are those of the papers cited; settings not listed have the schema's defaults, for example no KL. Two settings
-that no paper fixes are the same everywhere: token-level truncated importance sampling with cap 2 (`tis`) corrects for
-the engine's deviation from the trainer's log-probs, except in `grpo_paper`; `dual_clip` is off unless listed.
+that no paper specifies are the same in every preset: token-level truncated importance sampling with cap 2 (`tis`)
+corrects the engine's deviation from the trainer's log-probs, except in `grpo_paper`; `dual_clip` is off unless listed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REWARD_TO_GO: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Common practice in large runs: the group's mean and deviation (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
+    # Common practice in large runs: the group's mean and std (DeepSeekMath, arXiv 2402.03300, 4.1.2) with DAPO's
     # clip-higher, token-mean and dynamic sampling (arXiv 2503.14476, 3.1 to 3.3), dual clip (arXiv 1912.09729) at
     # 10, no KL, no entropy bonus.
     "grpo": {
@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "filter_zero_std": True,
     },
     # DeepSeekMath, arXiv 2402.03300: equation 3 (a mean over responses of means over tokens), equation 4 (k3), and
-    # 4.2 (coefficient 0.04). The paper does not say which deviation, nor a clip range: PPO's 0.2.
+    # 4.2 (coefficient 0.04). The paper gives neither the kind of std nor a clip range; the latter is PPO's.
     "grpo_paper": {
         **_GRPO,
         **_CLIP,
@@ -51,8 +51,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "filter_zero_std": True,
         "overlong": {"buffer": 0.2, "factor": 1.0},
     },
-    # Dr. GRPO, arXiv 2503.20783, 3.2: neither the deviation nor the response's length divides; no KL. The constant
-    # is rollout.max_tokens.
+    # Dr. GRPO, arXiv 2503.20783, 3.2: no division by the std or by the response length; no KL. The constant is
+    # rollout.max_tokens.
     "dr_grpo": {
         "advantage": "dr_grpo",
         **_PPO,
@@ -74,8 +74,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_TIS,
     },
     # RLOO, arXiv 2402.14740, 3.2: a response is one action, so its tokens' losses are summed; KL in the reward
-    # (equation 2). The coefficient is that of rule rewards, as for reinforce_pp. The clip acts only from the second
-    # update on a batch.
+    # (equation 2). The coefficient is that for rule-based rewards, as in reinforce_pp. The clip takes effect only
+    # from the second update on a batch.
     "rloo": {
         "advantage": "rloo",
         **_PPO,
@@ -85,7 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Williams 1992: the reward-to-go times the gradient of log pi, no baseline, no discount.
     "reinforce": {"advantage": "reinforce", **_REWARD_TO_GO},
     # REINFORCE++, arXiv 2501.03262: KL in the reward of every token, summed to the end, whitened over the batch; no
-    # group is needed. 0.001 with rewards by rule, 0.01 with a reward model (its authors' settings).
+    # group is needed. 0.001 with rule-based rewards, 0.01 with a reward model (its authors' settings).
     "reinforce_pp": {
         "advantage": "reinforce_pp",
         "advantage_options": {"gamma": 1.0, "whiten": True},
@@ -95,7 +95,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.001},
     },
     # REINFORCE++-baseline, arXiv 2501.03262: the group's mean, then whitened over the batch; KL in the loss with
-    # the gradient of k2. 0.001 is its authors' script's.
+    # the gradient of k2. 0.001 is from its authors' script.
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
         "advantage_options": {"whiten": True},
@@ -104,8 +104,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
         "kl": {"estimator": "k2", "where": "loss", "coef": 0.001},
     },
-    # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample a
-    # prompt; KL in the reward (4.2), with the coefficient of rule rewards.
+    # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample
+    # per prompt; KL in the reward (4.2), with the coefficient for rule-based rewards.
     "remax": {
         "advantage": "remax",
         **_REWARD_TO_GO,

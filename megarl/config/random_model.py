@@ -12,7 +12,7 @@ from megarl.models.registry import FAMILIES
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 
-# Most useful first: a small vocabulary has arithmetic and lower-case words, and reads all else as <unk>
+# Most useful first: a small vocabulary covers arithmetic and lower-case words, and all else is <unk>
 _COMMON = string.digits + " \n+-*/=().,:?!'\"%$<>[]" + string.ascii_letters
 _CHARACTERS = _COMMON + "".join(sorted(set(string.punctuation) - set(_COMMON))) + "\t"
 

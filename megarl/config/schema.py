@@ -1,4 +1,4 @@
-"""Every setting, typed and closed: an unknown key is an error. Imports no torch.
+"""Every setting, with its type; an unknown key is an error. Imports no torch.
 
 The defaults train with GRPO: clip 0.2 / 0.28, token-mean, no KL. A default that another module needs is read from here.
 """
@@ -37,14 +37,14 @@ class Create(Section):
     kv_heads: PositiveInt = 2
     head_dim: PositiveInt | None = None  # None: hidden / heads
     intermediate: PositiveInt | None = None  # None: 3 x hidden
-    vocab: PositiveInt | None = None  # None: that of the tokenizer
+    vocab: PositiveInt | None = None  # None: the tokenizer's
     experts: NonNegativeInt = 0
     experts_per_token: PositiveInt = 2
     moe_intermediate: PositiveInt | None = None  # None: hidden
     tied: bool = True
     max_position: PositiveInt = 4096
     tokenizer: Literal["characters", "none"] = "characters"
-    phrases: tuple[str, ...] = ()  # texts that are one token each, beside the characters
+    phrases: tuple[str, ...] = ()  # texts that are one token each, in addition to the characters
     seed: int = 0
 
 
@@ -96,11 +96,11 @@ class Overlong(Section):
     """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
 
     buffer: FiniteNonNegative = 0.0  # tokens below the limit; under 1: a fraction of it
-    factor: FiniteNonNegative = 1.0  # penalty of a response of max_tokens
+    factor: FiniteNonNegative = 1.0  # penalty for a response of max_tokens tokens
 
 
 class Algorithm(Section):
-    """What is optimized. A preset (megarl.config.presets) is a set of these values, and is printed as such."""
+    """What is optimized. A preset (megarl.config.presets) is a set of these values; printed configs show them."""
 
     preset: str = "grpo"
     advantage: str = "grpo"
@@ -115,16 +115,16 @@ class Algorithm(Section):
     kl: KlTerm = KlTerm()
     correction: str = "none"
     correction_options: Options = {}
-    use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio includes the engine's difference
+    use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
     entropy_coef: FiniteFloat = 0.0
-    filter_zero_std: bool = False  # replace groups of equal rewards by fresh prompts (DAPO's dynamic sampling)
-    max_refills: NonNegativeInt = 4  # rounds of fresh prompts a step, before it proceeds with fewer groups
+    filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
+    max_refills: NonNegativeInt = 4  # rounds of fresh prompts per step, before it proceeds with fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
     truncated_reward: FiniteFloat = 0.0  # replaces the reward of penalised responses
     reward_clip: tuple[float, float] | None = None
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
-    normalise_rewards: bool = False  # by the mean and deviation of all rewards since the start of training
+    normalise_rewards: bool = False  # by the mean and std of all rewards since the start of training
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Checks that the sizes of a model are divisible by those of the layouts; errors list the sizes that would divide."""
+"""Checks that a model's sizes are divisible by the parallel sizes; errors list the sizes that would work."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for sizes that vLLM's CPU kernels refuse only at start-up or in the first forward pass."""
+    """Raises ValueError for sizes that vLLM's CPU kernels reject only at start-up or in the first forward pass."""
     sizes = {"hidden": shape.hidden} if shape.is_moe else {}
     if shape.is_moe and shape.swiglu_limit:  # vLLM pads the others
         engine = config.rollout.tensor

@@ -2,8 +2,8 @@
 
     Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
 
-Pure arithmetic and a few small files, without torch, so that a mistake costs a second. Checks that import a task or a
-reward are in `megarl.launch.preflight`.
+Pure arithmetic and a few small files, without torch, so that a mistake surfaces in a second. Checks that import a task
+or a reward are in `megarl.launch.preflight`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
-RESERVED = (  # keys that must have their defaults
+RESERVED = (  # keys that must keep their defaults
     "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
     "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
 )  # fmt: skip
@@ -33,7 +33,7 @@ RESERVED = (  # keys that must have their defaults
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Sizes that follow from a config on this machine."""
+    """Sizes derived from a config on this machine."""
 
     world: int  # processes on all nodes
     gpus: int  # on this node; 0: CPU

@@ -1,4 +1,4 @@
-"""Collates groups of samples, or prompts with answers, into a flat batch. Only here tokens are shifted into labels.
+"""Collates groups of samples, or prompts with answers, into a flat batch. Tokens are shifted into labels only here.
 
 tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
 trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T

@@ -23,7 +23,7 @@ from megarl.types import MicrobatchPlan, TokenBatch, TrainBatch
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# row length at which attention costs as much as the matrix products of a layer, about 12 hidden sizes
+# row length at which attention costs as much as the matrix products of a layer, about 12 x the hidden size
 ATTENTION_LENGTH = 24576
 MAX_SWAPS = 1000
 
@@ -67,9 +67,9 @@ def plan_rows(
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; fewer groups
-    than `updates` make fewer updates. Every rank has the same number of micro-batches, a multiple of `multiple`, some
-    of them empty if there are too few rows. A row (or unit) longer than `max_tokens` has a micro-batch to itself.
+    Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; with fewer
+    groups than `updates`, there are fewer updates. Every rank has the same number of micro-batches, a multiple of
+    `multiple`, some of them empty if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens}; give a positive number of tokens")
@@ -86,7 +86,7 @@ def plan_rows(
 
 
 def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
-    """At most `updates` ranges of rows, of nearly equal sizes and without splitting a group."""
+    """At most `updates` ranges of rows, of nearly equal sizes, none of which splits a group."""
     boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]] + [len(groups)]
     ranges, start = [], 0
     for remaining in range(updates, 0, -1):
@@ -120,10 +120,10 @@ def _costs(lengths: np.ndarray) -> np.ndarray:
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` has a bin to itself.
+    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its own bin.
 
     Fills one bin after the other with the largest remaining item that fits, located by bisection over the distinct
-    sizes. The bins are those of the usual loop over items.
+    sizes. The bins equal those of the usual loop over items.
     """
     capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
     order = np.argsort(capped_N, kind="stable")
@@ -215,14 +215,14 @@ def _even_bins(lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens
 
 
 def _pipeline_order(bins: list[Rows], lengths_N: np.ndarray, num_bins: int) -> tuple[Rows, ...]:
-    """Small bins first and last, where a pipeline fills and drains; bins of similar cost run in step on all ranks."""
+    """Small bins first and last, where a pipeline fills and drains; all ranks run bins of similar cost together."""
     by_cost = sorted(bins, key=lambda bin: (int(_costs(lengths_N[list(bin)]).sum()), bin))
     by_cost = [()] * (num_bins - len(by_cost)) + by_cost
     return tuple(by_cost[::2] + by_cost[1::2][::-1])
 
 
 def _efficiency(rows: PlannedRows, lengths: Sequence[int]) -> float:
-    """Real tokens over the tokens if each micro-batch were as full as that of the fullest rank."""
+    """Real tokens as a fraction of those if every micro-batch were as full as the fullest rank's."""
     padded = sum(
         len(update) * max(sum(lengths[row] for row in bin) for bin in microbatch)
         for update in rows

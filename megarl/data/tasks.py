@@ -68,17 +68,17 @@ def load_task(task: Task, split: Split = "train") -> Source:
 
 
 def check_task(task: Task, *, held_out: bool = False) -> None:
-    """Makes the first problem of each split, so that errors appear before anything starts; raises like `load_task`."""
+    """Makes the first problem of each split, so that errors surface before anything starts; raises like `load_task`."""
     load_task(task).problem(0)
     if held_out:
         load_task(task, "eval").problem(0)
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
-    """Hashes each index with attempt 0, 1, ... to a number, until its question belongs to `split`."""
+    """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs to `split`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # in a package it imports, once per installation
+            warnings.simplefilter("ignore", SyntaxWarning)  # from a package it imports, once per installation
             import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
@@ -109,7 +109,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
 
 
 def _num_indices(dataset: Any) -> int:
-    """The number of indices a dataset accepts: nearly all accept any, a few are lists."""
+    """The number of indices a dataset accepts: nearly all accept any index, a few are lists."""
     try:
         dataset[2**31 - 1]
     except (IndexError, KeyError):
@@ -215,7 +215,7 @@ def _short(value: Any) -> str:
 def random_tokens(
     *, split: Split, vocab: int, size: int = 4096, least: int = 2, most: int = 8, first: int = 4, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Draws prompts of `least` to `most` random token ids from `first` on, for models without a tokenizer."""
+    """Draws prompts of `least` to `most` random token ids, none below `first`, for models without a tokenizer."""
     draw = random.Random(f"{split}/{seed}")
     return [
         {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}

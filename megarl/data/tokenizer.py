@@ -1,6 +1,6 @@
 """Converts text to token ids and back; the engine gets ids only.
 
-If a model folder (of a tiny test model) has no tokenizer, a text consists of the ids: "5 17 3".
+If a model folder has no tokenizer, as with tiny test models, texts are lists of ids: "5 17 3".
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HfTokenizer:
 
 
 class TokenIds:
-    """Replaces the tokenizer of models without one: a text is token ids, separated by spaces."""
+    """Stands in for the tokenizer of a model that has none: a text is token ids, separated by spaces."""
 
     def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
         self.eos = eos

@@ -22,9 +22,9 @@ NUM_PROJECTIONS = 8
 
 @contextmanager
 def probe_layers(trainer: Trainer, batch: TokenBatch) -> Iterator[Tensor]:
-    """Use it around one `trainer.forward(batch)`.
+    """A context manager for one call of `trainer.forward(batch)`.
 
-    Yields [layers, T, 8] fp64 on the CPU, filled when the context ends, the same on every rank.
+    Yields [layers, T, 8] fp64 on the CPU, filled when the context exits, the same on every rank.
     """
     projected_T8 = torch.zeros(trainer.shape.layers, batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
     random, hidden_size = torch.Generator().manual_seed(0), trainer.shape.hidden

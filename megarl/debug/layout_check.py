@@ -1,6 +1,6 @@
 """Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states differ.
 
-layouts, one after another in the same ranks --> LayoutResult of each --compare--> where it first differs
+layouts, one after another on the same ranks --> LayoutResult of each --compare--> where it first differs
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse_layout(text: str) -> Parallel:
 
 
 def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> TokenBatch:
-    """Returns prompts as rows to learn from their second token on, each followed by `num_tokens` random tokens."""
+    """Returns a row per prompt, followed by `num_tokens` random tokens and trained from its second token on."""
     random, rows = torch.Generator().manual_seed(0), []
     for prompt in prompts:
         tokens = torch.cat([torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)])

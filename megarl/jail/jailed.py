@@ -1,4 +1,4 @@
-"""Runs untrusted code after dropping, irrevocably, every right that it must not have.
+"""Runs untrusted code after irrevocably dropping every right that it must not have.
 
 This script uses only the standard library. `megarl.jail.sandbox` starts it in an empty folder and environment:
 
@@ -167,7 +167,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec)
     attempt("network and processes (seccomp)", seccomp)
-    if "network and processes (seccomp)" in missing:  # fallback without effect for root: no process, no thread
+    if "network and processes (seccomp)" in missing:  # fallback, with no effect for root: no processes, no threads
         attempt("processes (rlimits)", lambda: resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)))
     return missing
 
@@ -193,7 +193,7 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     """Run `source` as the module `name`. Returns its namespace and the kind of its failure, empty if it succeeded."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    reserve = bytearray(1 << 20)  # freed for the handling of a MemoryError
+    reserve = bytearray(1 << 20)  # freed to handle a MemoryError
     try:
         program = compile(source, "solution.py", "exec", LAZY_ANNOTATIONS, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -238,7 +238,7 @@ def to_json(value: Any) -> Any:
 
 
 def execute_request(request: dict[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Run a {statement}, {expression} or {call, arguments}. Returns its `value`, or its `error` and why."""
+    """Run a {statement}, {expression} or {call, arguments}. Returns its `value`, or its `error` and the reason."""
     try:
         if "statement" in request:
             exec(request["statement"], namespace)

@@ -179,7 +179,7 @@ class _JailedProcess:
             )
 
     def _watch(self, process: subprocess.Popen[bytes], report: int, folder: str, deadline: float) -> str:
-        """Read until the process ends by itself. Returns the limit for which it must be killed, or an empty string.
+        """Read until the process ends by itself. Returns the limit it exceeded, for which it must be killed, or "".
 
         Each turn has `time_s`; a report starts the next one.
         """
@@ -205,7 +205,7 @@ class _JailedProcess:
                 return ""
             if max(len(self.output), self.report_bytes / self.num_turns) > self.limits.output_bytes:
                 return "output"
-            if turns_seen < len(self.reports) <= self.num_turns + 1:  # the code itself wrote any further ones
+            if turns_seen < len(self.reports) <= self.num_turns + 1:  # any further ones are the code's own
                 turns_seen = len(self.reports)
                 turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
             if time.monotonic() > turn_deadline:

@@ -66,7 +66,7 @@ class Rank:
 
 @contextmanager
 def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
-    """Initialises torch.distributed, and destroys it if all went well: after a failure peers may be gone."""
+    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone."""
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
@@ -94,7 +94,7 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
 
 
 def make_prompts(rank: Rank, split: Split = "train") -> PromptStream:
-    """The prompts to train on, or with `split` "eval" the held-out ones."""
+    """Returns the training prompts, or the held-out ones if `split` is "eval"."""
     config, task = rank.config, rank.config.task
     return PromptStream(
         load_task(task, split),
@@ -135,7 +135,7 @@ def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     """Writes the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
 
-    Every rank must call. Does nothing unless checkpoint.export_hf requests it.
+    Every rank must call it. Does nothing unless checkpoint.export_hf requests an export.
     """
     when = rank.config.checkpoint.export_hf
     if when == "never" or (step is not None and (when == "end" or step % when)):

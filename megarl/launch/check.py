@@ -1,4 +1,4 @@
-"""`megarl check CONFIG --layouts`: the user's model and data, a small batch, one update in each layout.
+"""`megarl check CONFIG --layouts`: one update on a small batch of the user's data, in each layout.
 
 check_layouts_of --runs/<name>-check/layouts.json--> ranks (run_check.py) --check.json--> a table, exit code 0 or 3
 """
@@ -25,7 +25,7 @@ def check_layouts_of(
 ) -> int:
     """Compare one update under `layouts`, on ranks that `launch(config, job, command)` runs; returns the exit code.
 
-    Without layouts, those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
+    If `layouts` is empty, uses those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
     """
     from megarl.debug.layout_check import AXES, parse_layout  # imports torch
     from megarl.launch.random_model import materialize_model

@@ -19,7 +19,7 @@ from megarl.types import CheckFailed, LogProbs, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Largest |trainer - engine| tolerated on any token, and on average over a batch; nats."""
+    """Largest |trainer - engine| tolerated on any one token, and on average over a batch, in nats."""
 
     max: float
     mean: float
@@ -59,7 +59,7 @@ def probe_tokens(vocab: int, *, rows: int = 4, length: int) -> Tensor:
 
 
 def score_rows(trainer: Trainer, tokens_NL: Tensor) -> Tensor:
-    """Returns [N, L - 1] fp32: the trainer's log-probs of tokens[:, 1:] with temperature 1, on every rank."""
+    """Returns [N, L - 1] fp32: the trainer's log-probs of tokens[:, 1:] at temperature 1, on every rank."""
     rows = [(tokens_L, torch.ones_like(tokens_L, dtype=torch.bool)) for tokens_L in tokens_NL]
     logprobs_T = trainer.forward(token_batch(rows, temperature=1.0)).logprobs_T
     assert logprobs_T is not None

@@ -2,8 +2,8 @@
 
     config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> checkpoint.convert
 
-It needs no GPU and no ranks, and only the weights in transit are in memory. A converted Megatron folder includes the
-model's config and tokenizer, so it can be the `model.path` of a training run, or be converted back.
+It needs neither a GPU nor a launcher, and holds only the weights in transit in memory. A converted Megatron folder
+includes the model's config and tokenizer, so it can be the `model.path` of a training run, or be converted back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_convert(
 ) -> str:
     """Convert `source` to `target`; returns a summary for the user.
 
-    Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back different.
+    Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently.
     """
     began = time.perf_counter()
     _return_freed_memory()
@@ -74,14 +74,14 @@ def run_convert(
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return freed blocks of 1 MiB and more at once; by default every thread caches some of up to 32 MiB."""
+    """Make glibc return freed blocks of 1 MiB or more at once; by default each thread caches blocks of up to 32 MiB."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def _origin(source: Path, config: Path | None) -> Path:
-    """Returns the folder of config.json and tokenizer: `config`, the source, or the initial model of a training run."""
+    """Returns the folder of config.json and the tokenizer: `config`, the source, or a training run's initial model."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a directory; name a Hugging Face model or a Megatron checkpoint")
     if config is not None or (source / "config.json").is_file():
@@ -119,12 +119,12 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
     folder = HfFolder(source)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
     conversion_map = _conversion_map(shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors))
-    folder.check(conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ())  # it is the embedding
+    folder.check(conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ())  # the embedding
     return conversion_map, hf_source(conversion_map, folder)
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """`mtp`: the source has layers of multi-token prediction.
+    """`mtp`: the source has multi-token-prediction layers.
 
     The `names` that repeat the embedding and the head for such a layer have no parameter in Megatron's module, and are
     stored under their HF names.
@@ -147,7 +147,7 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
 
 
 def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
-    """Returns the tensors of Megatron's module, built without memory in a world of one rank."""
+    """Returns the tensors of Megatron's module, built without allocating memory, in a world of one rank."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -164,7 +164,7 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
 
 
 def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, int | None]]:
-    """Returns a function from parameter to (pipeline stage, expert rank), each of which is stored in separate files."""
+    """Returns a function that maps a parameter to (pipeline stage, expert rank); each such pair has its own files."""
     stage_of: dict[int, int] = {}
     for stage in range(sizes.pipeline):
         layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)

@@ -26,7 +26,7 @@ SAME_MOMENT_S = 2.0
 
 @dataclass
 class CurrentPhase:
-    """The phase a rank is in: set by the phases of a run, read when an exception ends it."""
+    """The phase a rank is in: set as the run enters each phase, read when an exception ends the rank."""
 
     name: str = "start-up"
 
@@ -36,16 +36,16 @@ class Failure:
     rank: int  # -1: no particular rank
     code: int
     message: str  # one line
-    phase: str = ""  # in which it happened
-    traceback: str = ""  # its last lines, for bugs
+    phase: str = ""  # in which the failure happened
+    traceback: str = ""  # the last lines; recorded for bugs only
     time_s: float = field(default_factory=time.time)  # since the epoch; the earliest failure is the cause
 
 
 def classify(error: BaseException) -> int:
     """Returns the exit code for an exception that ends a rank.
 
-    A ValueError or FileNotFoundError is for the user to correct only if megarl itself raised it: its message then has
-    the values and the remedy. Raised inside a library, the same class is a bug.
+    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then gives
+    the values and the remedy. Raised inside a library, the same exception is a bug.
     """
     if type(error).__name__ == "CheckFailed":  # megarl.types.CheckFailed, by name because its module imports torch
         return REFUSED
@@ -70,7 +70,7 @@ def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str
 
 
 def first_failure(run_dir: Path) -> Failure | None:
-    """Returns the earliest recorded failure; of simultaneous ones, a refused check precedes the bugs it may cause."""
+    """Returns the earliest recorded failure; if simultaneous, a refused check comes before the bugs it may cause."""
     files = (run_dir / "logs").glob("failure_*.json")
     failures = sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
@@ -79,7 +79,7 @@ def first_failure(run_dir: Path) -> Failure | None:
 
 
 def prepare_run_dir(run_dir: Path, config: str) -> None:
-    """Write the resolved config, and remove what an earlier run of this name recorded about its end."""
+    """Write the resolved config, and remove the exit records of an earlier run of the same name."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     for file in (*(run_dir / "logs").glob("failure_*.json"), run_dir / "exit.json"):
         file.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
     failing rank --broadcast--> key in the job's store --a polling thread in each rank--> exit with the same code
 
-For jobs of several nodes under torchrun. On a single node the launcher waits for its children and ends the others.
+For multi-node jobs under torchrun. On a single node the launcher waits for its children and ends the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONNECT_S = 60
 
 
 class FailureWatch:
-    """A second connection to torchrun's store: the one of the process group blocks during collectives.
+    """A second connection to torchrun's store: the process group's own connection blocks during collectives.
 
     Once constructed, it ends this process with a peer's exit code when that peer broadcasts a failure, after calling
     `on_failure(message, code)`.
@@ -48,7 +48,7 @@ class FailureWatch:
                 if not self._store.check([KEY]):
                     continue
                 code, rank, message = self._store.get(KEY).decode().split(" ", 2)
-            except RuntimeError:  # the store has gone, and with it the job
+            except RuntimeError:  # the store is gone, and the job with it
                 return
             if int(rank) != self._rank:
                 self._on_failure(f"rank {rank} failed: {message}", int(code))

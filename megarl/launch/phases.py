@@ -1,11 +1,11 @@
-"""Phases of a step: rollout, train and sync. Each is timed, its peak memory recorded, and the tensors that it needs
-are on- or offloaded.
+"""Phases of a step: rollout, train and sync. Each one is timed, records its peak memory, and onloads or offloads
+tensors at its boundaries.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
     sync      begins: the engine's weights wake;           ends: the trainer is offloaded, the engine's cache wakes
 
-So optimizer state and the engine's cache are never on the device together. By default nothing is offloaded and
+So the optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and
 nothing sleeps (train.offload, rollout.sleep_level).
 """
 
@@ -72,4 +72,4 @@ class TimedPhases:
         with self.span(name):
             yield
         self.add({f"memory/{name}/peak_gb": peak_gb(self.device)})
-        self.current.name = f"after {name}"  # not reached after an exception, which belongs to the phase itself
+        self.current.name = f"after {name}"  # not reached after an exception, which is attributed to the phase itself

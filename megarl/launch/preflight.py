@@ -23,7 +23,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def describe(config: Config, job: Job) -> str:
-    """The resolved config, the processes and the sizes of a step, as text."""
+    """Returns the resolved config, the processes and the sizes of a step, as text."""
     train, shape = config.train, job.model
     moe = f", {shape.experts} experts ({shape.experts_per_token} per token)" if shape.is_moe else ""
     per_update = job.rows // train.updates_per_step

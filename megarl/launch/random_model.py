@@ -22,7 +22,7 @@ from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, 
 from megarl.config.schema import Config, Create
 from megarl.models.registry import hf_shapes, parse_model
 
-FORMAT = 1  # incremented when the same section must give other bytes
+FORMAT = 1  # incremented when the same section must produce different bytes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -56,7 +56,7 @@ def create_model(create: Create, root: Path) -> Path:
         staging.chmod(0o755)
         try:
             staging.rename(folder)
-        except OSError:  # another run was first, and wrote the same bytes
+        except OSError:  # another run got there first and wrote the same bytes
             if not folder.is_dir():
                 raise
     finally:
@@ -69,7 +69,7 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
-    """Normal weights with deviation 1/sqrt(fan-in): hidden states keep unit scale and logits have spread."""
+    """Normal weights with standard deviation 1/sqrt(fan-in): hidden states keep unit scale, and logits vary."""
     from safetensors.numpy import save_file
 
     random = np.random.Generator(np.random.PCG64(seed))
@@ -89,7 +89,7 @@ def _write_tokenizer(folder: Path, create: Create) -> None:
     """A tokenizer with one token per character or phrase, as files that AutoTokenizer reads.
 
     It is a byte-level BPE without merges: transformers rebuilds qwen2's tokenizer as byte-level whatever the file
-    contains, so this is the one form that works for every family.
+    contains, so this is the only form that works for every family.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

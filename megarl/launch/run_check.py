@@ -12,7 +12,7 @@ from megarl.launch.build import make_prompts, make_trainer, open_rank
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.env import Env
 
-NUM_ROWS = 8  # of the batch; a row without an answer to learn gets RANDOM_TOKENS behind its prompt
+NUM_ROWS = 8  # in the batch; a row without an answer to train on gets RANDOM_TOKENS after its prompt
 RANDOM_TOKENS = 8
 
 

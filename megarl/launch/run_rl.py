@@ -46,7 +46,7 @@ def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
 
 
 def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """Runs `megarl eval` on this rank: held-out problems, greedy and with the temperature of rollouts."""
+    """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     with open_rank(config, env, phase) as rank:
         engine = make_engine(rank)
         _publisher(rank, make_trainer(rank), engine).publish(version=0)

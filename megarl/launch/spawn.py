@@ -3,8 +3,8 @@
     spawn_ranks --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, failure records
           <---- the first failure, reported once; other ranks ended; shared memory unlinked; exit.json ----
 
-Ranks are plain child processes rather than torch's elastic agent: their own exit codes, no torch to import, and an
-immediate response to Ctrl-C. Under torchrun nothing is spawned: every process is a rank (worker.run_external).
+Ranks are plain child processes, not workers of torch's elastic agent: this keeps their exit codes, avoids importing
+torch, and responds to Ctrl-C at once. Under torchrun nothing is spawned: every process is a rank (worker.run_external).
 """
 
 from __future__ import annotations

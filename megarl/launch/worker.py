@@ -2,7 +2,7 @@
 
     python -m megarl.launch.worker runs/<name>/config.yaml COMMAND      (started by megarl.launch.spawn)
 
-Rank 0's Python output goes to the terminal; all other output (libraries in C++, other ranks) goes to
+Rank 0's Python output goes to the terminal; all other output (C++ libraries, other ranks) goes to
 runs/<name>/logs/rank_<r>.log.
 """
 
@@ -49,7 +49,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the launcher requests a stack trace
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # how the launcher requests a stack trace
     # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     watch, phase = None, CurrentPhase()
@@ -102,7 +102,7 @@ def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
 
 
 def _die_with_parent(launcher_pid: int) -> None:
-    """Ask Linux to kill this process when its launcher dies, which a launcher killed with SIGKILL cannot do."""
+    """Ask Linux to kill this process when its launcher dies; a launcher killed by SIGKILL cannot do so."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -125,7 +125,7 @@ def _redirect_output(log: Path) -> TextIO:
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
-    # destructors of a process group whose peer has gone can hang or abort: leave without running them
+    # the destructors of a process group whose peer is gone can hang or abort, so exit without running them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path beside `file` to write to; on success it is flushed to disk and takes the name `file`."""
+    """Yields a path beside `file` to write to; on success it is flushed to disk and renamed to `file`."""
     staging = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield staging

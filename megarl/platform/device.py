@@ -54,7 +54,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float:
-    """Peak memory in units of 1e9 bytes: allocated by torch on a GPU, resident of this process on a CPU.
+    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a CPU.
 
     NaN if the system does not report it.
     """

@@ -1,6 +1,6 @@
 """Runs Megatron-Core on a CPU: `megatron.core` and `megatron.bridge`, and no other package, see a patched torch.
 
-Megatron-Core uses `torch.cuda` in some 500 lines. Patching `torch.cuda` for the whole process would make vLLM, which
+Megatron-Core uses `torch.cuda` on some 500 lines. Patching `torch.cuda` for the whole process would make vLLM, which
 runs in the same process, detect a GPU. Instead `install()` adds a finder to `sys.meta_path`. Modules of megatron.core
 loaded through it get their own `__builtins__`, whose `__import__` returns views of `torch`, `torch.cuda` and
 `torch.distributed`: the real modules with the overrides of PATCHES. Method calls (`x.cuda()`, `x.type()`) are rewritten
@@ -33,7 +33,7 @@ class Patch:
     """An override of a dotted name in torch, of a `.method()` of any object, or of a name in megatron.core."""
 
     where: str
-    replacement: Any  # of a method: a function of the object and the arguments
+    replacement: Any  # for a method: a function of the object and the arguments
     upstream: str  # what Megatron-Core uses it for
     versions: str  # of megatron-core that need it
 
@@ -74,7 +74,7 @@ class _Stream:
 
 
 # Replaces the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
-# Nothing draws from it: layers have no dropout, parameters are loaded.
+# Nothing draws from it: layers have no dropout, and parameters are loaded.
 _GENERATOR = torch.Generator()
 
 
@@ -200,7 +200,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory", _ALL),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),
     Patch("torch.cuda.nvtx.range_pop", _nothing, "as above", _ALL),
-    # Compilation: takes longer than small CPU functions run, and inductor needs a C++ compiler
+    # Compilation: takes longer than small functions take to run, and inductor needs a C++ compiler
     Patch("torch.compile", _no_compile, "compiles its fused pointwise functions", _ALL),
     # gloo
     Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays", _ALL),

@@ -4,7 +4,7 @@
 
 A program that fails scores 0 (or the share of tests it passed), and the kind of its first failure is counted, for
 example reward/code/timeout: the kinds of jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not the
-program's drop the sample: `sandbox`, `bad_tests`, `not_run` (no time was left), `error`.
+program's fault drop the sample: `sandbox`, `bad_tests`, `not_run` (no time was left), `error`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_code(reward: Reward) -> BatchReward:
         output_bytes=options.output_kb << 10,
         strict=options.sandbox == "strict",
     )
-    total_s = options.total_s + 30.0  # for programs that are running when the time is up
+    total_s = options.total_s + 30.0  # for programs still running when the time is up
     return BatchReward(reward.name, reward.weight, _Code(options, limits), total_s)
 
 
@@ -106,7 +106,7 @@ class _Code:
         return Score(value, failure, f"passed {passed} of {len(tests)} tests; the first failure was {failure}")
 
     def _run_tests(self, source: str, tests: Sequence[ProgramTest | CallTest], deadline: float) -> list[_TestResult]:
-        """One result per test, up to the first failure unless credit is by fraction."""
+        """One result per test, up to the first failure unless credit is "fraction"."""
         results: list[_TestResult] = []
         for test in tests:
             if not isinstance(test, ProgramTest):
@@ -115,7 +115,7 @@ class _Code:
                 return results
             if time.monotonic() >= deadline:
                 return [*results, _TestResult("not_run")]
-            # twice the expected output on top, so that a correct answer is never too long
+            # plus twice the expected output, so that a correct answer is never too long
             limits = replace(self.limits, output_bytes=self.limits.output_bytes + 2 * len(test.stdout))
             run = run_program(source, test.stdin, limits, deadline=deadline)
             results.append(_run_result(run, test.is_passed(run.output), deadline))

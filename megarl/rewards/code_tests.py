@@ -6,7 +6,7 @@
 
 Expected results stay in this process; the code under test gets inputs only. For an assertion, the code evaluates the
 parts only it can compute, as plain data, and the assertion itself is evaluated here, out of reach of any __eq__ the
-code defines. Statements that are not simple assertions (a loop, a try) run beside the code and pass unless they raise.
+code defines. Statements that are not simple assertions (a loop, a try) run with the code and pass unless they raise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-TOLERANCE = 1e-6  # relative or absolute, for numbers of which at least one is written with a fraction
+TOLERANCE = 1e-6  # relative or absolute, for numbers of which at least one is written as a float
 TRUSTED: dict[str, Callable[..., Any]] = {"isclose": math.isclose} | {
     function.__name__: function
     for function in (abs, all, any, dict, float, frozenset, len, list, max, min, round, set, sorted, sum, tuple)
@@ -109,7 +109,7 @@ def _json(text: str) -> Any:
 
 
 def _tuples_as_lists(value: Any) -> Any:
-    """Expected results are JSON, which has no tuples and only text as keys."""
+    """Expected results are JSON, which has no tuples and only string keys."""
     if isinstance(value, list | tuple):
         return [_tuples_as_lists(item) for item in value]
     if isinstance(value, dict):
@@ -130,7 +130,7 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Compares texts word by word on each line, numbers by value, without white space at the end."""
+    """Compares texts word by word on each line, numbers by value, ignoring trailing white space."""
     lines, expected_lines = ([line.split() for line in text.rstrip().split("\n")] for text in (actual, expected))
     return [*map(len, lines)] == [*map(len, expected_lines)] and all(
         map(_same_word, chain(*lines), chain(*expected_lines))
@@ -154,7 +154,7 @@ def _close(actual: float, expected: float) -> bool:
 
 
 def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
-    """Returns a test per assertion, with the statements before it as its setup, and one of the statements after it."""
+    """Returns a test per assertion, set up by the statements before it, and a last test of those that remain."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -172,7 +172,7 @@ def _assertions(text: str, name: str | None) -> list[ProgramTest | CallTest]:
 
 
 def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
-    """Replaces ``check(candidate)`` and ``test_...()`` by their statements, and removes the calls of them."""
+    """Replaces ``check(candidate)`` and ``test_...()`` with their bodies, and removes the calls to them."""
     inlined = {
         item.name: item
         for item in body
@@ -195,7 +195,7 @@ def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
 
 
 def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None:
-    """Name called by the first statement that is a call; with `function`, the first argument of a call of it."""
+    """Name called by the first statement that is a call; with `function`, the first argument of a call to it."""
     for item in body:
         if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call) and isinstance(item.value.func, ast.Name):
             if function is None:
@@ -206,7 +206,7 @@ def _called(body: Sequence[ast.stmt], function: str | None = None) -> str | None
 
 
 class _ExtractExpressions(ast.NodeTransformer):
-    """Replaces the largest subexpressions that are not simple by names, and collects them in `expressions`."""
+    """Replaces the largest subexpressions that are not simple with names, and collects them in `expressions`."""
 
     def __init__(self, trusted: Mapping[str, Any]) -> None:
         self.trusted = trusted

@@ -1,9 +1,9 @@
-"""The interface of scorer and rewards: plain data without tensors, which can be sent to any process.
+"""The interface between the scorer and rewards: plain data without tensors, which can be sent to any process.
 
     Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)--> Score --> Sample.reward
 
 A score without a value drops its sample, because the reward failed, not the policy. A score with a value and a cause
-trains: the policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
+is trained on: the policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]  # token ids -> text
 class ScoreRequest:
     """The fields of a sample and its problem that rewards use."""
 
-    id: str  # "<prompt id>/<sample index>", unique in a call
+    id: str  # "<prompt id>/<sample index>", unique within a call
     prompt: str
     response: str
     answer: str | None = None
@@ -76,7 +76,7 @@ class BatchReward:
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         try:
             return self.score(requests)
-        except (Exception, SystemExit) as error:  # a defect of a reward must not end the run
+        except (Exception, SystemExit) as error:  # a bug in a reward must not end the run
             log.exception("reward %s failed", self.name)
             return [Score(None, "error", f"raised {type(error).__name__}: {error}")] * len(requests)
 
@@ -84,7 +84,7 @@ class BatchReward:
 def try_score(score: Callable[..., Score], *args: Any) -> Score:
     """Returns ``score(*args)``, or a score without a value for any error, so that no reward can end the run.
 
-    An argument that is a ScoreError counts as raised.
+    A ScoreError among the arguments is treated as if it had been raised.
     """
     try:
         if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):

@@ -78,7 +78,7 @@ class _Process:
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         steps = [self._split(request) for request in requests]
-        scores: dict[int, Any] = {}  # by row, of a server
+        scores: dict[int, Any] = {}  # by row, from a server
         if isinstance(self.scorer, HttpClient):
             split = [row for row, texts in enumerate(steps) if texts and isinstance(texts, list)]
             payload = [request_row(requests[row]) | {"steps": steps[row]} for row in split]

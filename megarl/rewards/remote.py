@@ -18,7 +18,7 @@ texts, and its entry `steps`, as many numbers. `extra` holds the problem's other
 Connections that fail or break, 5xx and 429 (after its Retry-After) are retried, with growing random pauses. Requests
 that exceed `timeout_s`, other statuses and malformed answers are not. A sample without a score is dropped and counted
 as reward/<url>/<cause>; it does not score 0. Causes for a whole request: no_connection, broken, timeout,
-http_<status>, too_large, not_json, bad_answer, unknown_id (an id that was not sent makes all others doubtful); for one
+http_<status>, too_large, not_json, bad_answer, unknown_id (an id that was not sent casts doubt on the others); for one
 sample: missing_id, duplicate_id, not_a_number, nan, error.
 """
 
@@ -46,14 +46,14 @@ from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreReques
 if TYPE_CHECKING:
     import httpx
 
-MAX_BYTES = 4 << 20  # of an answer
+MAX_BYTES = 4 << 20  # size limit of an answer
 CONNECT_S = 10.0
 MAX_PAUSE_S = 60.0
-CANCEL_S = 10.0  # for requests to be cancelled once total_s is over
+CANCEL_S = 10.0  # for cancelling requests once total_s is up
 
 
 class _Retryable(ScoreError):
-    """A failure that another attempt, not before `pause_s` from now, may avoid."""
+    """A failure that may not recur in another attempt, at least `pause_s` from now."""
 
     def __init__(self, cause: str, detail: str, pause_s: float = 0.0) -> None:
         super().__init__(cause, detail)

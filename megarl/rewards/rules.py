@@ -16,7 +16,7 @@ MAX_MATHS_CHARS = 2000  # longer answers are not parsed as mathematics, only com
 def accuracy(*, response: str, answer: str | None, score: Callable[[str], float] | None = None) -> float:
     """The result of the task's own `score` function, or 1 if the final answer equals the reference as text or maths.
 
-    A `score` that is not callable is a column of the task's file and ignored.
+    A `score` that is not callable is a column of the task's file and is ignored.
     """
     final = final_answer(response)
     if callable(score):
@@ -69,7 +69,7 @@ def _equal_maths(candidate: str, answer: str) -> bool:
         return False
     import math_verify
 
-    # without its own time limits, which need the single alarm of the process; FunctionReward limits the whole call
+    # without its own time limits, which need the process's only alarm; FunctionReward limits the whole call
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that at every call
     gold, target = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, candidate))
     return bool(math_verify.verify(gold, target, timeout_seconds=None))

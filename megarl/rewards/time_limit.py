@@ -39,7 +39,7 @@ class TimeLimitExceeded(ScoreError):
 
 
 class _Alarm(BaseException):
-    """Not an Exception, so that code that catches those does not catch it."""
+    """A BaseException, so that `except Exception` in the called code does not catch it."""
 
 
 def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
@@ -83,7 +83,7 @@ def _alarm(timeout_s: float) -> Iterator[None]:
 
 
 def on_daemon_thread(function: Callable[[], T]) -> Future[T]:
-    """Run `function` on a thread that does not keep the process alive: its result may never be waited for."""
+    """Run `function` on a thread that does not keep the process alive, since it may never finish."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -31,7 +31,7 @@ class Evaluation:
 
     generate: Generate
     prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
-    temperatures: tuple[tuple[str, float], ...]  # (name of the figure, temperature)
+    temperatures: tuple[tuple[str, float], ...]  # (name of the metric, temperature)
     run_seed: int
     every: int  # 0: never
     last_step: int
@@ -49,7 +49,7 @@ class Evaluation:
         return self.run(step) if due else None
 
     def run(self, step: int) -> dict[str, Any]:
-        """Returns "step", "size", and the share of right answers under the name of each figure."""
+        """Returns "step", "size", and the share of right answers under the name of each metric."""
         prompts = self.prompts()
         result: dict[str, Any] = {"step": step, "size": len(prompts)}
         for name, temperature in self.temperatures:

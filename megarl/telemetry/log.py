@@ -29,7 +29,7 @@ TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train
 
 
 class Silent:
-    """Discards everything, on all ranks but 0."""
+    """Discards everything; used on all ranks but 0."""
 
     def step(self, step: int) -> AbstractContextManager[Record]:
         return nullcontext(lambda rollout, update, sync: None)

@@ -2,7 +2,7 @@
 
     the JSON of `megarl plan --weights` --draw_plan--> .png | .svg
 
-The height of a box is the number of bytes that its GPUs send or keep; its label has the range over those GPUs.
+The height of a box is the number of bytes that its GPUs send or keep; its label gives the range over those GPUs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class Timeline:
-    """`seconds` sums up the spans of each name since the last `clear`; `flush` appends finished spans to the file."""
+    """`seconds` totals the spans of each name since the last `clear`; `flush` appends finished spans to the file."""
 
     def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
