@@ -16,8 +16,8 @@ MODELS = [
     ),
     (
         "layout.py",
-        "return chunk * per_chunk + min(chunk, rest)",
-        "return chunk * per_chunk + max(0, chunk - (count - rest))",
+        "[chunk * per_chunk + min(chunk, rest) for",
+        "[chunk * per_chunk + max(0, chunk - (count - rest)) for",
         f"{LAYOUT}::test_earlier_stages_have_one_more",
     ),
     (

@@ -48,8 +48,8 @@ SYSTEM = [
     ),
     (
         "config/validate.py",
-        '("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)',
-        '("top_p", 1.0), ("top_k", -1)',
+        '("top_k", (-1, 0)), ("min_p", (0.0,))',
+        '("top_k", (-1, 0))',
         f"{VALIDATE}::test_refusals",
     ),
     (
