@@ -61,7 +61,7 @@ class Rollouts(Protocol):
 
 
 # Returns metrics, or raises CheckFailed to refuse the update.
-Gate = Callable[[TrainBatch, LogProbs], Mapping[str, float]]
+Gate = Callable[[ScoredBatch], Mapping[str, float]]
 
 
 class Learner(Protocol):
@@ -85,7 +85,7 @@ class Weights(Protocol):
 class Checks(Protocol):
     """Refuses to continue (CheckFailed) when trainer and engine disagree; `parity` is a Gate."""
 
-    def parity(self, batch: TrainBatch, logprobs: LogProbs) -> Mapping[str, float]: ...
+    def parity(self, batch: ScoredBatch) -> Mapping[str, float]: ...
 
 
 class Phases(Protocol):

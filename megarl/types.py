@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 Finish = Literal["stop", "length", "abort"]
@@ -59,6 +60,9 @@ class Sample:
     step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step that ends there)
     has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+SAMPLE_TENSORS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of a Sample
 
 
 @dataclass(frozen=True, slots=True)

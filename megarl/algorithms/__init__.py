@@ -4,8 +4,7 @@ from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.aggregation import AGGREGATIONS, WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.kl import KL
-from megarl.algorithms.losses import LOSSES, VALUE_LOSSES
-from megarl.algorithms.selection import SELECT
+from megarl.algorithms.losses import LOSSES, SELECT, VALUE_LOSSES
 from megarl.algorithms.whitening import Stats, whiten, whiten_stats
 
 __all__ = [

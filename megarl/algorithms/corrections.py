@@ -17,9 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import likelihood_ratio
 from megarl.algorithms.rows import Rows, clean
-
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,7 @@ class _Gap:
 
     @property
     def weight_T(self) -> Tensor:
-        return _exp(self.log_ratio_T)
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return likelihood_ratio(self.log_ratio_T)
 
 
 def _weights(
@@ -74,7 +69,7 @@ def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
 
 def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
     """The product of w over the row, at most `cap` and at least `floor`."""
-    return gap.rows.spread(_exp(gap.rows.sum(gap.log_ratio_T)).clamp(floor, cap))
+    return gap.rows.spread(likelihood_ratio(gap.rows.sum(gap.log_ratio_T)).clamp(floor, cap))
 
 
 def icepop(gap: _Gap, *, low: float = 0.5, high: float = 5.0) -> Tensor:

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from megarl.algorithms.rows import at_least_fp32
 
-LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; only the exponent is limited
+LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums
+
+
+def likelihood_ratio(log_ratio: Tensor) -> Tensor:
+    """e^log_ratio; beyond the limit its value is that at the limit, without gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:

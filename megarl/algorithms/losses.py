@@ -1,6 +1,7 @@
 """Policy and value losses, one value per token, unreduced; aggregation.py weighs and sums them.
 
     LOSSES[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, **options) -> loss_T
+    SELECT[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, *, generator=None, **options) -> select_T [T] bool
 
 T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0 and gradient 0
 whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg = stop gradient.
@@ -15,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import likelihood_ratio
 from megarl.algorithms.rows import Rows, at_least_fp32, clean
 
-LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums; beyond it a token has no gradient
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
@@ -41,11 +42,7 @@ class _Tokens:
 
     @property
     def ratio_T(self) -> Tensor:
-        return _exp(self.log_ratio_T)
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return likelihood_ratio(self.log_ratio_T)
 
 
 def _per_token(
@@ -110,7 +107,7 @@ def _ppo_ratio(tokens: _Tokens, ratio: str) -> Tensor:
         raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
     if ratio == "token":
         return tokens.ratio_T
-    return _exp(tokens.rows.spread(tokens.rows.sum(tokens.log_ratio_T)))
+    return likelihood_ratio(tokens.rows.spread(tokens.rows.sum(tokens.log_ratio_T)))
 
 
 def _clip(
@@ -148,7 +145,7 @@ def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 
 def _gspo_ratio(tokens: _Tokens) -> Tensor:
     rows, logprobs_T = tokens.rows, tokens.logprobs_T
     log_s_T = rows.spread(rows.mean(tokens.log_ratio_T.detach()))
-    return _exp(log_s_T + (logprobs_T - logprobs_T.detach()))
+    return likelihood_ratio(log_s_T + (logprobs_T - logprobs_T.detach()))
 
 
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
@@ -173,7 +170,7 @@ def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> T
     arXiv 2507.20673."""
     rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
     clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
-    return rows.spread(-rows.mean(tokens.advantages_T) * _exp(rows.mean(clipped_T)))
+    return rows.spread(-rows.mean(tokens.advantages_T) * likelihood_ratio(rows.mean(clipped_T)))
 
 
 def gmpo_clipped(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
@@ -238,3 +235,61 @@ def clipped_value_loss(
 
 
 VALUE_LOSSES: dict[str, Callable[..., Tensor]] = {"clipped": clipped_value_loss}
+
+
+# --- selection: the tokens whose advantage and log-prob covary most, which are those that lower entropy ------------
+# on the whole batch, once per update; the loss of the same name treats the chosen tokens differently; C = candidates
+
+
+def select_clip_cov(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """At most `share` of the tokens, at least one, drawn from those with covariance in (low, high) that the clip does
+    not affect."""
+    mask_T = mask_T.bool()
+    log_ratio_T, advantages_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T), clean(advantages_T, mask_T)
+    clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
+    covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
+    candidates_C = ((covariance_T > low) & (covariance_T < high) & ~clipped_T).nonzero().flatten()
+    num_chosen = min(max(int(share * int(mask_T.sum())), 1), candidates_C.numel())
+    order_C = torch.randperm(candidates_C.numel(), generator=generator, device=candidates_C.device)
+    return torch.zeros_like(mask_T).index_fill(0, candidates_C[order_C[:num_chosen]], True)
+
+
+def select_kl_cov(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    generator: torch.Generator | None = None,
+    share: float = 2e-4,
+) -> Tensor:
+    """The `share` of tokens with the largest covariance, at least one."""
+    mask_T = mask_T.bool()
+    num_tokens = int(mask_T.sum())
+    if num_tokens == 0:
+        return torch.zeros_like(mask_T)
+    chosen = _covariance(logprobs_T, advantages_T, mask_T).topk(max(int(share * num_tokens), 1)).indices
+    return torch.zeros_like(mask_T).index_fill(0, chosen, True)
+
+
+def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
+    """(A - mean A)(l - mean l) over the True positions; -inf elsewhere."""
+    logprobs_T, advantages_T = (clean(x_T.detach(), mask_T).double() for x_T in (logprobs_T, advantages_T))
+    num_tokens = mask_T.sum().clamp(min=1)
+    product_T = (advantages_T - advantages_T.sum() / num_tokens) * (logprobs_T - logprobs_T.sum() / num_tokens)
+    return product_T.masked_fill(~mask_T, float("-inf"))
+
+
+SELECT: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}

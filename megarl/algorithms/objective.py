@@ -20,10 +20,9 @@ from torch import Tensor
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
-from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt
-from megarl.algorithms.losses import CLIPPED, LOSSES
+from megarl.algorithms.kl import KL, adapt, likelihood_ratio
+from megarl.algorithms.losses import CLIPPED, LOSSES, SELECT
 from megarl.algorithms.rows import Rows, clean
-from megarl.algorithms.selection import SELECT
 from megarl.algorithms.whitening import Stats, whiten_stats
 from megarl.config.schema import Algorithm, KlTerm
 from megarl.types import (
@@ -252,7 +251,7 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
     kl_T = _kl(new_T, ref_T, term)
     if not term.importance_weighted:
         return kl_T
-    ratio_T = (new_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_T = likelihood_ratio(new_T - old_T)
     return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.types import LogProbs, TrainBatch
+from megarl.types import ScoredBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,13 @@ class Parity:
         return {"logprob_diff/mean": self.mean, "logprob_diff/max": self.max, "kl/rollout": self.kl}
 
 
-def compare(batch: TrainBatch, logprobs: LogProbs) -> Parity:
-    """Compare `logprobs.old` with `batch.rollout_logprobs` where the mask is True. NaN counts as infinite."""
+def compare(batch: ScoredBatch) -> Parity:
+    """Compares `old_logprobs` (not None) with `rollout_logprobs` where `mask` is True. NaN counts as infinite."""
+    assert batch.old_logprobs is not None
     positions = batch.mask.nonzero().flatten()
     if not positions.numel():
         return Parity(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0.0, 0.0)
-    trainer, engine = logprobs.old[positions].double(), batch.rollout_logprobs[positions].double()
+    trainer, engine = batch.old_logprobs[positions].double(), batch.rollout_logprobs[positions].double()
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
     worst = int(diff.argmax())

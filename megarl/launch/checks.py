@@ -14,7 +14,7 @@ from megarl.algorithms.parity import compare, explain
 from megarl.config.schema import Config
 from megarl.data.collate import token_batch
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, LogProbs, TrainBatch
+from megarl.types import CheckFailed, ScoredBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class ParityGate:
     bound: Bound
     is_moe: bool
 
-    def parity(self, batch: TrainBatch, logprobs: LogProbs) -> dict[str, float]:
+    def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """Returns logprob_diff/* and kl/rollout; raises CheckFailed, with a likely cause, above the bound."""
-        parity = compare(batch, logprobs)
+        parity = compare(batch)
         if parity.max <= self.bound.max and parity.mean <= self.bound.mean:
             return parity.metrics()
         raise CheckFailed(

@@ -22,9 +22,8 @@ from torch import Tensor
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import CheckFailed, Request, Sample
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Sample
 
-COLUMNS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of each sample
 LENGTH_BYTES = 8  # of the header's length
 
 
@@ -94,11 +93,11 @@ class Exchange:
 
 def pack(samples: Sequence[Sample], digest: str) -> Tensor:
     """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
-    names = [field.name for field in fields(Sample) if field.name not in COLUMNS]
+    names = [field.name for field in fields(Sample) if field.name not in SAMPLE_TENSORS]
     rows = [{"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}} for s in samples]
     columns = [
         torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
-        for name, dtype in COLUMNS.items()
+        for name, dtype in SAMPLE_TENSORS.items()
     ]
     return _part({"digest": digest, "samples": rows}, *columns)
 
@@ -109,14 +108,14 @@ def unpack(part: Tensor) -> list[Sample]:
     rows: list[dict[str, Any]] = header["samples"]
     lengths = [row.pop("length") for row in rows]
     columns: dict[str, Sequence[Any]] = {}
-    for name, dtype in COLUMNS.items():
+    for name, dtype in SAMPLE_TENSORS.items():
         end = offset + sum(lengths) * dtype.itemsize
         columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()
         offset = end
     for row in rows:  # JSON has lists only
         row["versions"] = tuple(row["versions"])
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
-    return [Sample(**row, **{name: columns[name][i] for name in COLUMNS}) for i, row in enumerate(rows)]
+    return [Sample(**row, **{name: columns[name][i] for name in SAMPLE_TENSORS}) for i, row in enumerate(rows)]
 
 
 def _part(header: dict[str, Any], *columns: Tensor) -> Tensor:

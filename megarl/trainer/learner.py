@@ -49,7 +49,7 @@ class PolicyLearner:
             batch = replace(batch, old_logprobs=self._logprobs(batch))
         metrics = {"packing/efficiency": plan.efficiency}
         if gate is not None and batch.old_logprobs is not None:
-            metrics |= gate(batch, LogProbs(batch.old_logprobs, batch.ref_logprobs))
+            metrics |= gate(batch)
         with self.span("update"):
             weights_T = self.objective.weights(batch, plan)
             updates = tuple(self._update(batch, part, weights_T, i) for i, part in enumerate(plan.updates()))

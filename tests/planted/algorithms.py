@@ -146,7 +146,7 @@ ALGORITHMS = [
         f"{FORMULAS}::test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood",
     ),
     (
-        "algorithms/selection.py",
+        "algorithms/losses.py",
         "(advantages_T - advantages_T.sum() / num_tokens)",
         "advantages_T",
         f"{FORMULAS}::test_selection_is_by_covariance_about_both_means",

@@ -54,15 +54,15 @@ def test_a_refusal_leaves_everything_untouched(tmp_path: Path) -> None:
     learner.update(scored)
     seen = []
 
-    def refuse(batch: ScoredBatch, logprobs) -> dict[str, float]:
-        seen.append(logprobs.old)
+    def refuse(batch: ScoredBatch) -> dict[str, float]:
+        seen.append(batch.old_logprobs)
         raise CheckFailed("no")
 
     before = state_of(learner)
     with pytest.raises(CheckFailed, match="no"):
         learner.update(scored, gate=refuse)
     assert same(before, state_of(learner)) and torch.equal(seen[0], scored.old_logprobs)
-    report = learner.update(scored, gate=lambda batch, logprobs: {"logprob_diff/max": 0.5})
+    report = learner.update(scored, gate=lambda batch: {"logprob_diff/max": 0.5})
     assert report.metrics["logprob_diff/max"] == 0.5
     assert not same(before, state_of(learner))
     learner.trainer.close()
