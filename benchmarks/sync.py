@@ -26,11 +26,10 @@ from benchmarks.frame import Case, Contender, Outcome
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices, parse_model
+from megarl.models.registry import hf_shapes, megatron_table, parse_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
-from megarl.weights import execute, memory_receiver
-from megarl.weights.memory_receiver import MemoryReceiver
+from megarl.models.shards import ShardSlice, slices_of
+from megarl.weights import execute
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
@@ -111,7 +110,7 @@ def view(memory: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
 
 def slices_of_rank(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
     padded = -(-shape.vocab // (8 * parallel.tensor)) * 8 * parallel.tensor
-    return megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=padded)
+    return slices_of(megatron_table(shape, spec="local", padded_vocab=padded), shape, Layout.of(parallel, world, rank))
 
 
 class _Ranks:
@@ -150,7 +149,7 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
     if not is_checked:
         execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
-        memory_receiver.copy_and_verify = copy_unchecked
+        hf.copy_and_verify = copy_unchecked
     sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])

@@ -244,7 +244,7 @@ class Moe(Section):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to equal length
 
     @property
-    def acts(self) -> bool:
+    def changes_router(self) -> bool:
         return self.aux_loss > 0 or self.z_loss > 0 or self.bias_update_rate > 0
 
 

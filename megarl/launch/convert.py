@@ -27,9 +27,9 @@ from megarl.checkpoint.convert import Conversion
 from megarl.checkpoint.hf_folder import HfFolder, HfTarget, hf_source
 from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, slices_of
 from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model
 from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
@@ -130,7 +130,9 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
     stored under their HF names.
     """
     sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
-    boxes = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=rows, mtp=mtp)
+    boxes = slices_of(
+        megatron_table(shape, spec="local", padded_vocab=rows), shape, Layout.of(Parallel(), 1, 0), mtp=mtp
+    )
     repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
     stored = _stored_tensors(shape, mtp=mtp)
     extra = {name: ShardSlice(name, (0, 0), sizes[name], name, 0, (sizes[name][1], 1))

@@ -15,12 +15,13 @@ from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
-from megarl.launch.checks import ParityGate, parity_bound, probe_tokens, score_rows
 from megarl.launch.exit_codes import CurrentPhase
+from megarl.launch.parity import ParityGate, parity_bound, probe_tokens, score_rows
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
-from megarl.models.engine import engine_slices
+from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes
+from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES
 from megarl.platform.env import Env
@@ -175,8 +176,8 @@ def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
             ),
         )
     else:
-        table = engine_slices(shape, fleet.engine_layout(env.rank))
-        plan = plan_of(config, shape, fleet, style="te" if rank.device.is_cuda else "local")
+        table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
+        plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
     probe = Probe(
         probe_tokens(shape.vocab, length=min(16, engine.max_model_len - 1)),
         trainer=partial(score_rows, trainer),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.shape import ModelShape
-from megarl.models.shards import HF, MC, Qkv, Replicated, Rule, ShardDim0, ShardDim1, Stack, Style, Table
+from megarl.models.shards import HF, MC, LayerSpec, Qkv, Replicated, Rule, ShardDim0, ShardDim1, Stack, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class ExpertNames:
     down: str = "down_proj"
 
 
-def dense_table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return decoder_table(shape, padded_vocab, layer=(*attention(shape, style), *dense_mlp(shape, style)))
+def dense_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
+    return decoder_table(shape, padded_vocab, layer=(*attention(shape, spec), *dense_mlp(shape, spec)))
 
 
-def moe_table(shape: ModelShape, style: Style, padded_vocab: int, names: ExpertNames = ExpertNames()) -> Table:
-    layer = (*attention(shape, style), *expert_mlp(shape, names))
-    return decoder_table(shape, padded_vocab, layer=layer, expert=experts(shape, style, names))
+def moe_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int, names: ExpertNames = ExpertNames()) -> Table:
+    layer = (*attention(shape, spec), *expert_mlp(shape, names))
+    return decoder_table(shape, padded_vocab, layer=layer, expert=experts(shape, spec, names))
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
@@ -44,7 +44,7 @@ def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
     return Table(embedding=(embedding,), head=(norm, head), **groups)
 
 
-def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
+def attention(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
     """Returns the rules of grouped-query attention and the norm before it."""
     hf, mc = HF + "self_attn.", MC + "self_attention."
 
@@ -52,7 +52,7 @@ def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
         q, k, v = (f"{hf}{part}_proj.{kind}" for part in "qkv")
         return Qkv((q, k, v), mc + "linear_qkv." + kind, shape.heads, shape.kv_heads, shape.head_dim, rest)
 
-    norm = "self_attention.linear_qkv.layer_norm_weight" if style == "te" else "input_layernorm.weight"
+    norm = "self_attention.linear_qkv.layer_norm_weight" if spec == "te" else "input_layernorm.weight"
     rules: list[Rule] = [Replicated(HF + "input_layernorm.weight", MC + norm, (shape.hidden,))]
     rules.append(qkv("weight", (shape.hidden,)))
     if shape.qkv_bias:
@@ -68,9 +68,9 @@ def attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def dense_mlp(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
+def dense_mlp(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
     """Returns the rules of a SwiGLU layer and the norm before it."""
-    norm = "mlp.linear_fc1.layer_norm_weight" if style == "te" else "pre_mlp_layernorm.weight"
+    norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
     return (
         Replicated(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
         *_swiglu(shape.hidden, shape.intermediate, HF + "mlp.", MC + "mlp.{linear}.weight"),
@@ -95,13 +95,13 @@ def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[R
     return tuple(rules)
 
 
-def experts(shape: ModelShape, style: Style, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
-    param = expert_param(style, "{linear}", "weight")
+def experts(shape: ModelShape, spec: LayerSpec, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
+    param = expert_param(spec, "{linear}", "weight")
     return _swiglu(shape.hidden, shape.moe_intermediate, f"{HF}{names.block}experts.{{expert}}.", param, names)
 
 
-def expert_param(style: Style, linear: str, kind: str) -> str:
-    if style == "local":
+def expert_param(spec: LayerSpec, linear: str, kind: str) -> str:
+    if spec == "local":
         return f"{MC}mlp.experts.local_experts.{{expert}}.{linear}.{kind}"
     return f"{MC}mlp.experts.{linear}.{kind}{{expert}}"
 

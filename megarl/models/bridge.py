@@ -15,7 +15,7 @@ REFUSED = (  # keys that change the logits, which megarl's own head computes, an
 )  # fmt: skip
 
 
-def read_untabled(config: ConfigReader, folder: Path | None, supported: str) -> ModelShape:
+def read_bridged(config: ConfigReader, folder: Path | None, supported: str) -> ModelShape:
     """Raises ValueError, with the `supported` families, for a model that Megatron-Bridge cannot build here."""
     raw, family = config.raw, config.raw.get("model_type")
     packages = ("megatron.bridge", "transformer_engine")

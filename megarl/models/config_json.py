@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.shape import Latent, ModelShape
+from megarl.models.shape import LatentSizes, ModelShape
 
 SCALED = ("factor", "original_max_position_embeddings")
 ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
@@ -124,7 +124,7 @@ def read_decoder(
     config: ConfigReader,
     *,
     head_dim: int = 0,
-    latent: Latent | None = None,
+    latent: LatentSizes | None = None,
     rope: Mapping[str, Any] | None = None,
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
@@ -145,7 +145,7 @@ def read_decoder(
     return ModelShape(**sizes, **(rope or config.rope()), rms_eps=config.number("rms_norm_eps"), **fields)
 
 
-def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: Latent | None = None) -> dict[str, Any]:
+def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None = None) -> dict[str, Any]:
     """Reads the fields of ModelShape whose keys are the same in all families."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if latent:
@@ -168,6 +168,6 @@ def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: Latent | None
     }
 
 
-def read_latent(config: ConfigReader) -> Latent:
+def read_latent(config: ConfigReader) -> LatentSizes:
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return Latent(config.count("q_lora_rank"), **{key: config.size(key) for key in sizes})
+    return LatentSizes(config.count("q_lora_rank"), **{key: config.size(key) for key in sizes})

@@ -10,7 +10,7 @@ from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder, read_latent
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape, Router
-from megarl.models.shards import HF, MC, Replicated, Rule, ShardDim0, ShardDim1, Stack, Style, Table
+from megarl.models.shards import HF, MC, LayerSpec, Replicated, Rule, ShardDim0, ShardDim1, Stack, Table
 
 
 def read(config: ConfigReader) -> ModelShape:
@@ -43,25 +43,25 @@ def read_experts(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return moe_table(shape, style, padded_vocab, latent_attention(shape, style))
+def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
+    return moe_table(shape, spec, padded_vocab, latent_attention(shape, spec))
 
 
-def moe_table(shape: ModelShape, style: Style, padded_vocab: int, attention: tuple[Rule, ...]) -> Table:
+def moe_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: tuple[Rule, ...]) -> Table:
     return blocks.decoder_table(
         shape,
         padded_vocab,
-        dense=(*attention, *blocks.dense_mlp(shape, style)),
+        dense=(*attention, *blocks.dense_mlp(shape, spec)),
         layer=(*attention, *blocks.expert_mlp(shape)),
-        expert=blocks.experts(shape, style),
+        expert=blocks.experts(shape, spec),
         mtp=prediction(shape, padded_vocab),
         fp32=frozenset({HF + "mlp.gate.e_score_correction_bias"}),
     )
 
 
-def latent_attention(shape: ModelShape, style: Style) -> tuple[Rule, ...]:
+def latent_attention(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
     """Returns the rules of latent attention, whose down projections are replicated in both layer specs."""
-    latent, is_te = shape.latent, style == "te"
+    latent, is_te = shape.latent, spec == "te"
     assert latent is not None
     hf, mc, hidden, queries = HF + "self_attn.", MC + "self_attention.", shape.hidden, shape.heads * shape.head_dim
     rules: list[Rule] = [Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))]
@@ -176,4 +176,5 @@ FAMILY = Family(
     is_moe=True,
     random_config=random_config,
 )
-KIMI_K2 = replace(FAMILY, architecture="")  # the same model; transformers does not know its model_type
+# Kimi-K2 is the same model; transformers does not know its model_type
+FAMILIES = {"deepseek_v3": FAMILY, "kimi_k2": replace(FAMILY, architecture="")}

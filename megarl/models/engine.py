@@ -2,19 +2,18 @@
 
 vLLM uses Hugging Face's names and Megatron's splits, and fuses some tensors, so its table is derived from Megatron's;
 `Family.engine` handles the exceptions. Planning needs no engine; at startup, the trace of vLLM's loaders is checked
-against the table (`first_mismatch`).
+against the table (`shards.first_mismatch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import FAMILIES, megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Qkv, Rule, ShardSlice, Stack, Table, as_pairs, slices_of
+from megarl.models.shards import Qkv, Rule, Stack, Table
 
 VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
@@ -25,15 +24,10 @@ def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
     return Layout.of(sizes, max(tensor, expert), rank)
 
 
-def engine_slices(shape: ModelShape, layout: Layout) -> list[ShardSlice]:
-    """Returns where this rank of a replica stores each HF tensor."""
-    return slices_of(engine_table(shape), shape, layout)
-
-
 def engine_table(shape: ModelShape) -> Table:
     """Raises ValueError for a family without a table."""
     padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    table = megatron_table(shape, style="local", padded_vocab=padded)
+    table = megatron_table(shape, spec="local", padded_vocab=padded)
     names = ("embedding", "dense", "layer", "head")
     rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
     return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))
@@ -55,40 +49,3 @@ def _derived_expert(rule: Rule) -> Rule:
     weight = "w13" if "linear_fc1" in rule.param else "w2"
     block, kind = name.partition("experts.")[0], rule.param.rpartition(".")[2]
     return replace(rule, param=f"{block}experts.routed_experts.{weight}_{kind}")
-
-
-def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
-    """Returns an error message for the first tensor that vLLM's loaders place differently from the table, or None."""
-    expected = {_without_idle_strides(part) for part in table}
-    by_name = {part.name: part for part in expected}
-    loaded = {
-        _without_idle_strides(part)
-        for whole in recorded
-        if whole.numel  # not only padding
-        for part in _split_like(whole, by_name.get(whole.name, whole))
-    }
-    for part in sorted(loaded ^ expected, key=str):
-        actor, other = ("loaders put", "table does not") if part in loaded else ("table puts", "loaders do not")
-        end = tuple(start + size for start, size in zip(part.start, part.shape, strict=True))
-        return (
-            f"the engine's {actor} {part.name} {part.start} to {end} at element {part.offset} of {part.param}, "
-            f"the {other}"
-        )
-    return None
-
-
-def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
-    """Yields the slices of `whole` in the shape of `part`: the last dim as pairs, and one expert at a time."""
-    if len(part.shape) > len(whole.shape):
-        whole = as_pairs(whole)
-    if len(whole.shape) < 2 or part.shape[0] > 1:
-        yield whole
-        return
-    for row in range(whole.shape[0]):
-        start, offset = (whole.start[0] + row, *whole.start[1:]), whole.offset + row * whole.strides[0]
-        yield replace(whole, start=start, shape=(1, *whole.shape[1:]), offset=offset)
-
-
-def _without_idle_strides(part: ShardSlice) -> ShardSlice:
-    """Returns the slice with stride 0 in dims of size 1, where all strides are equivalent."""
-    return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))

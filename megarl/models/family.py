@@ -1,5 +1,5 @@
 """A model family as a record of functions. To add one, copy the file of a similar family, and add it to
-`registry.FAMILIES`."""
+`registry.MODULES`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.models.config_json import ConfigReader
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Style, Table
+from megarl.models.shards import LayerSpec, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Family:
 
     architecture: str
     read: Callable[[ConfigReader], ModelShape]
-    table: Callable[[ModelShape, Style, int], Table]
+    table: Callable[[ModelShape, LayerSpec, int], Table]
     megatron: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
     engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table
     is_moe: bool = False

@@ -9,7 +9,7 @@ from megarl.models import blocks, deepseek_v3
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Style, Table
+from megarl.models.shards import LayerSpec, Table
 
 
 def read(config: ConfigReader) -> ModelShape:
@@ -22,8 +22,8 @@ def read(config: ConfigReader) -> ModelShape:
     )
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return deepseek_v3.moe_table(shape, style, padded_vocab, blocks.attention(shape, style))
+def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
+    return deepseek_v3.moe_table(shape, spec, padded_vocab, blocks.attention(shape, spec))
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
@@ -34,4 +34,8 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     }
 
 
-FAMILY = Family(architecture="Glm4MoeForCausalLM", read=read, table=table, is_moe=True, random_config=random_config)
+FAMILIES = {
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM", read=read, table=table, is_moe=True, random_config=random_config
+    ),
+}

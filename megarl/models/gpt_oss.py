@@ -14,7 +14,7 @@ from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape, Router
-from megarl.models.shards import HF, InterleavedGateUp, Replicated, Rule, Style, Table, Transposed
+from megarl.models.shards import HF, InterleavedGateUp, LayerSpec, Replicated, Rule, Table, Transposed
 
 NAMES = blocks.ExpertNames(router="router")
 
@@ -39,16 +39,16 @@ def read(config: ConfigReader) -> ModelShape:
     )
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
+def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
     hf, hidden, width = HF + "mlp.experts.", shape.hidden, shape.moe_intermediate
-    param = partial(blocks.expert_param, style)
+    param = partial(blocks.expert_param, spec)
     experts = (
         InterleavedGateUp(hf + "gate_up_proj", param("linear_fc1", "weight"), (hidden, 2 * width)),
         InterleavedGateUp(hf + "gate_up_proj_bias", param("linear_fc1", "bias"), (2 * width,)),
         Transposed(hf + "down_proj", param("linear_fc2", "weight"), (width, hidden)),
         Replicated(hf + "down_proj_bias", param("linear_fc2", "bias"), (hidden,)),
     )
-    layer = (*blocks.attention(shape, style), *blocks.expert_mlp(shape, NAMES))
+    layer = (*blocks.attention(shape, spec), *blocks.expert_mlp(shape, NAMES))
     return blocks.decoder_table(shape, padded_vocab, layer=layer, expert=experts)
 
 
@@ -93,12 +93,14 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     }
 
 
-FAMILY = Family(
-    architecture="GptOssForCausalLM",
-    read=read,
-    table=table,
-    megatron=megatron,
-    engine=engine,
-    is_moe=True,
-    random_config=random_config,
-)
+FAMILIES = {
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        read=read,
+        table=table,
+        megatron=megatron,
+        engine=engine,
+        is_moe=True,
+        random_config=random_config,
+    )
+}

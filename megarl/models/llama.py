@@ -13,4 +13,4 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config)
 
 
-FAMILY = Family(architecture="LlamaForCausalLM", read=read, table=blocks.dense_table)
+FAMILIES = {"llama": Family(architecture="LlamaForCausalLM", read=read, table=blocks.dense_table)}

@@ -9,7 +9,7 @@ from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Style, Table
+from megarl.models.shards import LayerSpec, Table
 
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
@@ -27,12 +27,16 @@ def read(config: ConfigReader) -> ModelShape:
     )
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    return blocks.moe_table(shape, style, padded_vocab, NAMES)
+def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
+    return blocks.moe_table(shape, spec, padded_vocab, NAMES)
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
     return {"num_local_experts": experts, "intermediate_size": width, "sliding_window": None}
 
 
-FAMILY = Family(architecture="MixtralForCausalLM", read=read, table=table, is_moe=True, random_config=random_config)
+FAMILIES = {
+    "mixtral": Family(
+        architecture="MixtralForCausalLM", read=read, table=table, is_moe=True, random_config=random_config
+    ),
+}

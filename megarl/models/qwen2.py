@@ -13,4 +13,4 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config, qkv_bias=True)
 
 
-FAMILY = Family(architecture="Qwen2ForCausalLM", read=read, table=blocks.dense_table)
+FAMILIES = {"qwen2": Family(architecture="Qwen2ForCausalLM", read=read, table=blocks.dense_table)}

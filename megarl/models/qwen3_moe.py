@@ -34,6 +34,8 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     }
 
 
-FAMILY = Family(
-    architecture="Qwen3MoeForCausalLM", read=read, table=blocks.moe_table, is_moe=True, random_config=random_config
-)
+FAMILIES = {
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM", read=read, table=blocks.moe_table, is_moe=True, random_config=random_config
+    )
+}

@@ -1,34 +1,35 @@
-"""The families by `model_type`, and the functions that return a model's shape, table and slices.
+"""The families by `model_type`, and the functions that return a model's shape and table.
 
-A family is one file and one line in FAMILIES; `bridge.py` reads any other `model_type`.
+A family is one file and one line in MODULES; `bridge.py` reads any other `model_type`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megarl.layout import Layout
-from megarl.models import deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2, qwen3, qwen3_moe
-from megarl.models.bridge import read_untabled
+from megarl.models.bridge import read_bridged
 from megarl.models.config_json import ConfigReader
 from megarl.models.family import Family
 from megarl.models.headers import header_shapes
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, Style, Table, shapes_of, slices_of
+from megarl.models.shards import LayerSpec, Table, shapes_of
 
+MODULES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+)
 FAMILIES: dict[str, Family] = {
-    "llama": llama.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
-    "mixtral": mixtral.FAMILY,
-    "deepseek_v3": deepseek_v3.FAMILY,
-    "kimi_k2": deepseek_v3.KIMI_K2,
-    "glm4_moe": glm4_moe.FAMILY,
-    "gpt_oss": gpt_oss.FAMILY,
+    name: family for module in MODULES for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
 }
 
 
@@ -56,17 +57,17 @@ def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
     config = ConfigReader(raw, where)
     if config.family in FAMILIES:
         return FAMILIES[config.family].read(config)
-    return read_untabled(config, folder, ", ".join(FAMILIES))
+    return read_bridged(config, folder, ", ".join(FAMILIES))
 
 
-def megatron_table(shape: ModelShape, *, style: Style, padded_vocab: int) -> Table:
+def megatron_table(shape: ModelShape, *, spec: LayerSpec, padded_vocab: int) -> Table:
     """Raises ValueError for a family without a table."""
     if shape.bridge is not None:
         raise ValueError(
             f"{shape.family} has no table: Megatron-Bridge lays out its weights when a run builds the model, so it can "
             "be trained and synced, but neither planned nor converted"
         )
-    return FAMILIES[shape.family].table(shape, style, padded_vocab)
+    return FAMILIES[shape.family].table(shape, spec, padded_vocab)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -83,7 +84,7 @@ def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, .
     """
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
-    return shapes_of(megatron_table(shape, style="local", padded_vocab=shape.vocab), shape, mtp=mtp)
+    return shapes_of(megatron_table(shape, spec="local", padded_vocab=shape.vocab), shape, mtp=mtp)
 
 
 def fp32_tensors(shape: ModelShape) -> frozenset[str]:
@@ -91,16 +92,6 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
     if shape.bridge is not None:
         biases = ("correction_bias", "expert_bias")  # of routers
         return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))
-    templates = megatron_table(shape, style="local", padded_vocab=shape.vocab).fp32
+    templates = megatron_table(shape, spec="local", padded_vocab=shape.vocab).fp32
     layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
     return frozenset(name.format(layer=layer) for name in templates for layer in layers)
-
-
-def megatron_slices(
-    shape: ModelShape, layout: Layout, *, style: Style, padded_vocab: int, mtp: bool = False
-) -> list[ShardSlice]:
-    """Returns where this rank's Megatron parameters store each HF tensor.
-
-    `padded_vocab` is the number of embedding rows over all tensor ranks, padding included.
-    """
-    return slices_of(megatron_table(shape, style=style, padded_vocab=padded_vocab), shape, layout, mtp=mtp)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentSizes:
     """Sizes of multi-head latent attention, which first projects queries and key-values down; Hugging Face's names."""
 
     q_lora_rank: int  # 0: queries are projected directly
@@ -55,7 +55,7 @@ class ModelShape:
     out_bias: bool = False  # of o_proj
     sinks: bool = False  # a learned logit per head in the attention softmax
     sliding_window: int = 0  # tokens, of layers 0, 2, 4, ...; 0: none
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate: int = 0

@@ -11,7 +11,7 @@ rule, a name without `{expert}` denotes a tensor that stacks all experts along a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Literal, Protocol
@@ -21,7 +21,7 @@ from megarl.models.shape import ModelShape
 
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
 MTP = "mtp.layers.{layer}.transformer_layer."  # Megatron-Core 0.16's name; mtp_model_layer in 0.19
-Style = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU), or Transformer Engine's
+LayerSpec = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU), or Transformer Engine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +283,73 @@ def as_pairs(part: ShardSlice) -> ShardSlice:
         shape=(*part.shape[:-1], part.shape[-1] // 2, 2),
         strides=(*part.strides[:-1], 2 * part.strides[-1], part.strides[-1]),
     )
+
+
+# --- fp32 tensors among 16-bit ones: a plan counts elements of the dtype that moves, so their last dim is twice as long
+
+
+def view_fp32_as_16bit(slices: Iterable[ShardSlice], fp32: frozenset[str], itemsize: int) -> list[ShardSlice]:
+    """Returns all slices, those of `fp32` tensors widened; these must be contiguous in their last dim.
+
+    `itemsize`: bytes of an element that moves.
+    """
+    count = 4 // itemsize
+    return [_widen(part, count) if part.name in fp32 and count > 1 else part for part in slices]
+
+
+def _widen(part: ShardSlice, count: int) -> ShardSlice:
+    assert part.strides[-1] == 1, f"{part} is not contiguous in its last dim"
+    return replace(
+        part,
+        start=(*part.start[:-1], part.start[-1] * count),
+        shape=(*part.shape[:-1], part.shape[-1] * count),
+        offset=part.offset * count,
+        strides=(*(stride * count for stride in part.strides[:-1]), 1),
+    )
+
+
+def shapes_fp32_as_16bit(
+    shapes: Mapping[str, tuple[int, ...]], fp32: frozenset[str], itemsize: int
+) -> dict[str, tuple[int, ...]]:
+    count = 4 // itemsize
+    return {name: (*size[:-1], size[-1] * count) if name in fp32 else size for name, size in shapes.items()}
+
+
+# --- a table against what an engine's loaders recorded ------------------------------------------------------------
+
+
+def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
+    """Returns an error message for the first tensor that vLLM's loaders place differently from the table, or None."""
+    expected = {_without_idle_strides(part) for part in table}
+    by_name = {part.name: part for part in expected}
+    loaded = {
+        _without_idle_strides(part)
+        for whole in recorded
+        if whole.numel  # not only padding
+        for part in _split_like(whole, by_name.get(whole.name, whole))
+    }
+    for part in sorted(loaded ^ expected, key=str):
+        actor, other = ("loaders put", "table does not") if part in loaded else ("table puts", "loaders do not")
+        end = tuple(start + size for start, size in zip(part.start, part.shape, strict=True))
+        return (
+            f"the engine's {actor} {part.name} {part.start} to {end} at element {part.offset} of {part.param}, "
+            f"the {other}"
+        )
+    return None
+
+
+def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
+    """Yields the slices of `whole` in the shape of `part`: the last dim as pairs, and one expert at a time."""
+    if len(part.shape) > len(whole.shape):
+        whole = as_pairs(whole)
+    if len(whole.shape) < 2 or part.shape[0] > 1:
+        yield whole
+        return
+    for row in range(whole.shape[0]):
+        start, offset = (whole.start[0] + row, *whole.start[1:]), whole.offset + row * whole.strides[0]
+        yield replace(whole, start=start, shape=(1, *whole.shape[1:]), offset=offset)
+
+
+def _without_idle_strides(part: ShardSlice) -> ShardSlice:
+    """Returns the slice with stride 0 in dims of size 1, where all strides are equivalent."""
+    return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))

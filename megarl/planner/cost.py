@@ -1,6 +1,6 @@
 """Computes the cost of a plan on given links: bytes, messages, memory, time, and a lower bound on the time.
 
-    Plan x Fleet x Links --price_plan--> Cost
+    Plan x Fleet x Links --estimate_cost--> Cost
 
 Rounds run one after another, each as long as its busiest link, with a fixed time per message.
 """
@@ -53,7 +53,7 @@ class Cost:
     staged_bytes: int  # additional bytes with sync.atomic, on the device or the host: all that a rank receives
 
 
-def price_plan(plan: Plan, fleet: Fleet, links: Links) -> Cost:
+def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     world, node, rounds = fleet.world, fleet.ranks_per_node, plan.num_rounds
     moved = plan.message_sender != plan.message_receiver
     number, size = plan.message_round[moved], plan.message_bytes[moved]

@@ -23,8 +23,8 @@ from megarl.config.validate import model_shape
 from megarl.layout import smallest_world
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Style
-from megarl.planner.cost import LINKS, Cost, price_plan
+from megarl.models.shards import LayerSpec
+from megarl.planner.cost import LINKS, Cost, estimate_cost
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import Plan, plan_transfers
 
@@ -42,7 +42,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     fleet = fleet_of(config)
     plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
-    cost, fp32 = price_plan(plan, fleet, LINKS[gpu]), fp32_tensors(shape)
+    cost, fp32 = estimate_cost(plan, fleet, LINKS[gpu]), fp32_tensors(shape)
     sizes = (prod(size) * (4 if name in fp32 else plan.itemsize) for name, size in hf_shapes(shape).items())
     return plan, {
         "model": shape.family,
@@ -61,15 +61,15 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     }
 
 
-def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, style: Style = "te") -> Plan:
-    """The plan that a run with this config executes; `style` is the layer spec of Megatron's modules."""
+def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, spec: LayerSpec = "te") -> Plan:
+    """The plan that a run with this config executes; `spec` is the layer spec of Megatron's modules."""
     return plan_transfers(
         shape,
         fleet,
         padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor),
         itemsize=4 if config.train.dtype == "fp32" else 2,
         round_bytes=config.sync.round_bytes,
-        style=style,
+        spec=spec,
     )
 
 

@@ -22,12 +22,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, view_fp32_as_16bit
 from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of, put_on_meta, restore_kernel_tensors
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
-from megarl.weights.fp32_views import view_fp32_as_16bit
 from megarl.weights.plan import Message, View
 
 State = Literal["empty", "writing", "sealed", "ready"]

@@ -15,7 +15,7 @@ from megarl.rollout.schedule import Generate, request_seed
 from megarl.types import Prompt, Request, Sample
 
 
-def right(sample: Sample) -> float:
+def correctness(sample: Sample) -> float:
     """1.0 if the accuracy reward is full; partial credit and unscored samples count as wrong.
 
     Without an accuracy reward, the sample's reward.
@@ -55,7 +55,7 @@ class Evaluation:
         for name, temperature in self.temperatures:
             requests = [Request(p, 0, request_seed(self.run_seed, -1, p.prompt_id, 0), temperature) for p in prompts]
             samples = self.generate(requests, version=step)
-            result[name] = sum(right(sample) for sample in samples) / max(len(samples), 1)
+            result[name] = sum(correctness(sample) for sample in samples) / max(len(samples), 1)
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result) + "\n")

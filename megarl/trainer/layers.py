@@ -114,11 +114,11 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = _Whole(config, config.q_lora_rank)
-        self.linear_kv_down_proj = _Whole(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank)
+        self.linear_kv_down_proj = _ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
 
 
-class _Whole(torch.nn.Module):
+class _ReplicatedLinear(torch.nn.Module):
     """A linear layer without bias on this rank's part of the sequence; returns (output, None), as Megatron's do."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:

@@ -12,14 +12,14 @@ from megarl.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ProcessGroups:
     """The ranks that share this rank's work along one axis."""
 
     tensor: ProcessGroup
     context: ProcessGroup
 
 
-def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
+def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     """Create Megatron's process groups for this layout, after destroying a previous set.
 
     torch.distributed must be initialised. Call it on every rank.
@@ -40,7 +40,7 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> Groups:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
-    return Groups(tensor, context)
+    return ProcessGroups(tensor, context)
 
 
 def destroy_parallel() -> None:

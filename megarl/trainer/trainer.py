@@ -24,9 +24,9 @@ from megarl.checkpoint.torch_dist import is_checkpoint, load_weights
 from megarl.config.schema import Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, slices_of
 from megarl.platform.device import DTYPES
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
@@ -38,7 +38,7 @@ from megarl.trainer.model import build_model, local_tensors
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
-from megarl.trainer.parallel_groups import Groups, destroy_parallel, init_parallel
+from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
 
 
@@ -50,7 +50,7 @@ class Trainer:
     layout: Layout
     train: Train
     head: Head
-    groups: Groups
+    groups: ProcessGroups
     device: torch.device
     model: list[DistributedDataParallel]  # the chunks of this pipeline stage
     optimizer: MegatronOptimizer
@@ -88,7 +88,7 @@ class Trainer:
             head.attach(model[-1])
         chunks = [wrap(chunk) for chunk in model]
         optimizer = build_optimizer(chunks, train)  # copies the weights, so they must be loaded before
-        router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.acts else None
+        router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
         memory = Memory(chunks, optimizer, offload=train.offload, device=device)
         scheduler = LrSchedule(train)
         return cls(
@@ -222,5 +222,7 @@ def _build_model(
 
 
 def _slices(shape: ModelShape, layout: Layout, *, use_te: bool) -> list[ShardSlice]:
-    style = "te" if use_te else "local"
-    return megatron_slices(shape, layout, style=style, padded_vocab=padded_vocab(shape.vocab, layout.tp.size))
+    spec = "te" if use_te else "local"
+    return slices_of(
+        megatron_table(shape, spec=spec, padded_vocab=padded_vocab(shape.vocab, layout.tp.size)), shape, layout
+    )

@@ -1,29 +1,145 @@
-"""What moves, which ranks hold it and which keep it: from the tables of trainer and engine, or from recorded slices.
+"""What moves, which ranks have it and which keep it: from the tables of trainer and engine, or from recorded slices.
 
-FleetTables: table x table --transfer_groups--> groups of templates, once for all layers and experts
-             template, rank, layer, expert --source | destination--> ShardSlice
-RecordedSlices: the same from the slices of every rank, for a family without a table
+(coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
+FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the axis that splits the
+             tensor: template, rank, layer, expert --source | destination--> ShardSlice
+RecordedSlices: the same from the slices of every rank, for a family without a table; a coordinate is a rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import gcd
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, count
+from math import gcd, prod
 
 import numpy as np
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.engine import engine_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Rule, ShardSlice, Table, of_expert
+from megarl.models.shards import Rule, ShardSlice, Table, of_expert, view_fp32_as_16bit
 from megarl.weights.fleet import Fleet
-from megarl.weights.fp32_views import view_fp32_as_16bit
 from megarl.weights.senders import Instances, Ints
-from megarl.weights.transfer_groups import Overlap, TransferGroup, transfer_groups
 
 SlicesByRank = Sequence[Sequence[ShardSlice]]
 EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """[start, start + shape) of one HF tensor, and the slices of both sides that contain it, by coordinate."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    sources: Mapping[int, ShardSlice]
+    destinations: Mapping[int, ShardSlice]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroup:
+    """Overlaps that move together, from any coordinate of `sources` to all of `destinations`."""
+
+    overlaps: tuple[Overlap, ...]
+    unit: int  # order within a layer
+    repeats: int = 1  # number of consecutive experts
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(self.overlaps[0].sources)
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        return tuple(self.overlaps[0].destinations)
+
+    @property
+    def numel(self) -> int:
+        return self.repeats * sum(overlap.numel for overlap in self.overlaps)
+
+
+def transfer_groups(
+    sources: Iterable[tuple[int, ShardSlice]],
+    destinations: Iterable[tuple[int, ShardSlice]],
+    *,
+    max_numel: int,
+    is_expert: bool = False,
+) -> list[TransferGroup]:
+    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger.
+
+    `is_expert`: all tensors of an expert form one unit; otherwise each tensor is a unit.
+    Raises ValueError naming the tensor if the sources overlap, or do not cover a destination.
+    """
+    senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
+    groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
+    for unit, (name, rectangles) in enumerate(receivers.items()):
+        for one, other in combinations(senders.get(name, {}), 2):
+            if intersect(one, other) is not None:
+                shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
+                raise ValueError(f"{name}: two source rectangles overlap, {shown}")
+        for overlap in _overlaps(name, senders.get(name, {}), rectangles):
+            key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
+            groups.setdefault(key, []).append(overlap)
+    return [group for (unit, *_), overlaps in groups.items() for group in _split(overlaps, unit, max_numel)]
+
+
+def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    start = tuple(map(max, one[0], other[0]))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    shape = tuple(end - first for end, first in zip(ends, start, strict=True))
+    return None if any(size <= 0 for size in shape) else (start, shape)
+
+
+def _by_rectangle(
+    slices: Iterable[tuple[int, ShardSlice]],
+) -> dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]]:
+    by_name: dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]] = {}
+    for coordinate, part in slices:
+        by_name.setdefault(part.name, {}).setdefault((part.start, part.shape), []).append((coordinate, part))
+    return by_name
+
+
+def _overlaps(
+    name: str,
+    sources: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+    destinations: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
+) -> Iterator[Overlap]:
+    # a coordinate that keeps a region twice is in two entries
+    regions: dict[tuple[Rectangle, int], tuple[dict[int, ShardSlice], dict[int, ShardSlice]]] = {}
+    for wanted, receiving in destinations.items():
+        covered = 0
+        for rectangle, sending in sources.items():
+            if (region := intersect(rectangle, wanted)) is None:
+                continue
+            covered += prod(region[1])
+            senders = dict(reversed(sending))  # the first slice of a rank that has several
+            for coordinate, part in receiving:
+                entries = (regions.setdefault((region, number), (senders, {}))[1] for number in count())
+                next(entry for entry in entries if coordinate not in entry)[coordinate] = part
+        if covered != prod(wanted[1]):
+            raise ValueError(
+                f"{name}: the engine keeps {prod(wanted[1])} elements from {wanted[0]} of shape {wanted[1]}, "
+                f"the trainer holds {covered} of them"
+            )
+    for ((start, shape), _), (senders, receivers) in regions.items():
+        yield Overlap(name, start, shape, dict(sorted(senders.items())), receivers)
+
+
+def _split(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[TransferGroup]:
+    if sum(overlap.numel for overlap in overlaps) <= max_numel:
+        yield TransferGroup(tuple(overlaps), unit)
+        return
+    for overlap in overlaps:
+        start, shape = overlap.start, overlap.shape
+        rows = max(1, max_numel // max(1, prod(shape[1:])))
+        for first in range(0, shape[0], rows):
+            region = {"start": (start[0] + first, *start[1:]), "shape": (min(rows, shape[0] - first), *shape[1:])}
+            yield TransferGroup((replace(overlap, **region),), unit)
 
 
 class RecordedSlices:
@@ -48,10 +164,10 @@ class RecordedSlices:
         unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
         return Instances(unit, zero - 1, self.layer_starts[unit], zero, zero, zero)
 
-    def holders(self, group: int) -> Ints:
+    def source_ranks(self, group: int) -> Ints:
         return np.array([self.groups[group].sources])
 
-    def keepers(self, group: int, part: int) -> Sequence[int]:
+    def destination_ranks(self, group: int, part: int) -> Sequence[int]:
         return self.groups[group].destinations
 
     def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
@@ -170,17 +286,17 @@ class FleetTables:
             layer,
             expert=number * repeats,
             position=self.layer_starts[layer + 1] + begin + place * size,
-            turn=layer + number % per_rank,
+            rotation=layer + number % per_rank,
             key=self._stage[layer + 1] * ranks + number // per_rank,
             part=number // (count // self._engines[0].ep.size),
         )
 
-    def holders(self, group: int) -> Ints:
+    def source_ranks(self, group: int) -> Ints:
         keys, coordinates = self._keys[self._sections[group]]
         able = np.isin(coordinates, self.groups[group].sources)
         return np.stack([np.flatnonzero(able & (keys == key)) for key in range(int(keys.max()) + 1)])
 
-    def keepers(self, group: int, part: int) -> Sequence[int]:
+    def destination_ranks(self, group: int, part: int) -> Sequence[int]:
         is_expert, wanted = self._sections[group] == "expert", self.groups[group].destinations
         is_kept = [
             layout.etp.rank in wanted and layout.ep.rank == part if is_expert else layout.tp.rank in wanted

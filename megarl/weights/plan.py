@@ -20,11 +20,11 @@ import numpy as np
 
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, Style
+from megarl.models.shards import LayerSpec, ShardSlice
 from megarl.weights.fleet import Fleet
 from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
 from megarl.weights.plan_rounds import assign_rounds
-from megarl.weights.senders import Hops, Ints, Placement, assign_senders
+from megarl.weights.senders import Hops, Ints, assign_senders
 
 GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
@@ -85,7 +85,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TransferRows:
     """Transfer groups that move between two ranks: one layer's group per row, by (round, sender, receiver)."""
 
     group: Ints
@@ -109,9 +109,9 @@ class Plan:
     message_sender: Ints
     message_receiver: Ints
     message_bytes: Ints
-    rows: Rows
+    rows: TransferRows
     first_row: Ints  # [messages + 1]
-    placement: Placement
+    placement: FleetTables | RecordedSlices
 
     @property
     def bytes_kept(self) -> int:
@@ -131,7 +131,7 @@ class Plan:
     def fingerprint(self) -> str:
         """sha256 over all rows and transfer groups; ranks compare theirs before the first byte moves."""
         digest = hashlib.sha256(repr((self.itemsize, self.placement.groups)).encode())
-        for name in Rows.__dataclass_fields__:
+        for name in TransferRows.__dataclass_fields__:
             digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
         return digest.hexdigest()
 
@@ -178,14 +178,14 @@ def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
 
 
 def plan_transfers(
-    shape: ModelShape, fleet: Fleet, *, padded_vocab: int, itemsize: int, round_bytes: int, style: Style = "te"
+    shape: ModelShape, fleet: Fleet, *, padded_vocab: int, itemsize: int, round_bytes: int, spec: LayerSpec = "te"
 ) -> Plan:
     """Plans from the tables of trainer and engine.
 
-    `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `style`: the layer spec of its modules.
+    `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `spec`: the layer spec of its modules.
     Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
     """
-    table = megatron_table(shape, style=style, padded_vocab=padded_vocab)
+    table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab)
     max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
     return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
 
@@ -214,7 +214,7 @@ def _max_numel(round_numel: int, ranks_per_node: int) -> int:
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
-def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
+def _plan(placement: FleetTables | RecordedSlices, itemsize: int, round_bytes: int) -> Plan:
     hops, sizes = assign_senders(placement), np.array([group.numel for group in placement.groups], dtype=np.int64)
     rounds = assign_rounds(hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize))
     rows = _rows(hops, rounds, sizes)
@@ -232,7 +232,7 @@ def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
     )
 
 
-def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
+def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> TransferRows:
     """Hops and relays, ordered by message."""
     relayed, count = hops.relay_hop, len(hops.group)
     sender = np.concatenate([hops.sender, hops.receiver[relayed]])
@@ -248,7 +248,7 @@ def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> Rows:
     row_of_hop, is_relay = np.empty(len(order), dtype=np.int64), order >= count
     row_of_hop[order] = np.arange(len(order))
     offset[is_relay] = offset[row_of_hop[hop[is_relay]]]
-    return Rows(*columns, np.where(is_relay, hops.sender[hop], np.int32(-1)), offset, numel)
+    return TransferRows(*columns, np.where(is_relay, hops.sender[hop], np.int32(-1)), offset, numel)
 
 
 def _first_rows(*columns: Ints) -> Ints:

@@ -32,12 +32,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.engine import first_mismatch
-from megarl.models.shards import ShardSlice, as_pairs
+from megarl.models.shards import ShardSlice, as_pairs, first_mismatch, shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.execute import PlanExecutor
-from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport

@@ -2,7 +2,7 @@
 
 A rank copies locally what it already has. It receives the rest from a rank of its node if one has it, otherwise over
 the network. Data that several ranks of a node lack crosses the network once: one of them receives it and relays it to
-the others. Holders take turns, and so do the ranks that relay.
+the others. Sources take turns, and so do the ranks that relay.
 
 Every node goes through the model in layer order, but each starts at a different layer, so that all pipeline stages
 send at all times: `position` counts from the layer where the receiver starts.
@@ -17,9 +17,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.models.shards import ShardSlice
-from megarl.weights.transfer_groups import Overlap, TransferGroup
-
 Ints = NDArray[np.integer]
 
 
@@ -30,15 +27,15 @@ class Instances:
     layer: Ints
     expert: Ints  # -1: none
     position: Ints  # number of the replica's elements before it, in the order of the engine's layers
-    turn: Ints  # distinguishes instances with the same holders
-    key: Ints  # row of `Placement.holders`
+    rotation: Ints  # distinguishes instances with the same sources
+    key: Ints  # row of `Placement.source_ranks`
     part: Ints  # expert-parallel rank of the engine that keeps it
 
 
 class Placement(Protocol):
     """What moves, which ranks hold it and which keep it. Groups are given by their index in `groups`."""
 
-    groups: list[TransferGroup]
+    groups: Sequence[object]
     world: int
     ranks_per_node: int
     receivers: list[int]  # ascending
@@ -48,13 +45,11 @@ class Placement(Protocol):
     total: int  # elements of a replica
 
     def instances(self, group: int) -> Instances: ...
-    def holders(self, group: int) -> Ints:
-        """Returns the ranks that have the group, [keys, holders]."""
+    def source_ranks(self, group: int) -> Ints:
+        """Returns the ranks that have the group, [keys, sources]."""
         ...
 
-    def keepers(self, group: int, part: int) -> Sequence[int]: ...
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice: ...
+    def destination_ranks(self, group: int, part: int) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +71,13 @@ def assign_senders(placement: Placement) -> Hops:
     nodes = list(_by_node(receivers, per_node))
     collector = _Collector(per_node)
     for number in range(len(placement.groups)):
-        instances, holders = placement.instances(number), placement.holders(number)
+        instances, sources = placement.instances(number), placement.source_ranks(number)
         for part in np.unique(instances.part).tolist():
             chosen = np.flatnonzero(instances.part == part)
             columns = (instances.layer[chosen], instances.expert[chosen], instances.position[chosen])
-            for node, keepers in _by_node(placement.keepers(number, part), per_node).items():
-                turn = instances.turn[chosen] + number + nodes.index(node)
-                collector.add(number, columns, holders[instances.key[chosen]], keepers, turn)
+            for node, receiving in _by_node(placement.destination_ranks(number, part), per_node).items():
+                rotation = instances.rotation[chosen] + number + nodes.index(node)
+                collector.add(number, columns, sources[instances.key[chosen]], receiving, rotation)
     offsets, starts = np.zeros(placement.world, dtype=np.int64), placement.layer_starts
     lanes, period = placement.lanes, placement.period
     for index, rank in enumerate(receivers):
@@ -112,22 +107,22 @@ class _Collector:
         self,
         group: int,
         instances: tuple[Ints, Ints, Ints],  # layer, expert, position of each
-        holders: Ints,  # [instances, holders]
-        keepers: Sequence[int],  # on one node
-        turn: Ints,  # [instances] counts up, to alternate senders and relaying ranks
+        sources: Ints,  # [instances, sources]
+        receivers: Sequence[int],  # on one node
+        rotation: Ints,  # [instances] counts up, to alternate senders and relaying ranks
     ) -> None:
-        count, ranks = holders.shape[1], np.array(keepers)
-        near = holders // self._ranks_per_node == keepers[0] // self._ranks_per_node
-        is_near, first = near.any(1), ranks[turn % len(ranks)]
-        # the next holder in turn, on the same node if possible
-        order = np.where(near | ~is_near[:, None], (np.arange(count) - turn[:, None]) % count, count)
-        sender = np.take_along_axis(holders, order.argmin(1)[:, None], 1)[:, 0]
-        for keeper in keepers:
-            direct = np.flatnonzero(is_near | (first == keeper))
-            is_local = (holders[direct] == keeper).any(1)
+        count, ranks = sources.shape[1], np.array(receivers)
+        near = sources // self._ranks_per_node == receivers[0] // self._ranks_per_node
+        is_near, first = near.any(1), ranks[rotation % len(ranks)]
+        # the next source in the rotation, on the same node if possible
+        order = np.where(near | ~is_near[:, None], (np.arange(count) - rotation[:, None]) % count, count)
+        sender = np.take_along_axis(sources, order.argmin(1)[:, None], 1)[:, 0]
+        for receiver in receivers:
+            direct = np.flatnonzero(is_near | (first == receiver))
+            is_local = (sources[direct] == receiver).any(1)
             columns = (np.full(len(direct), group), *(column[direct] for column in instances))
-            self._hops.append((*columns, np.where(is_local, keeper, sender[direct]), np.full(len(direct), keeper)))
-            far, others = np.flatnonzero(~is_near[direct]), ranks[ranks != keeper]
+            self._hops.append((*columns, np.where(is_local, receiver, sender[direct]), np.full(len(direct), receiver)))
+            far, others = np.flatnonzero(~is_near[direct]), ranks[ranks != receiver]
             self._relays.append((np.repeat(self._count + far, len(others)), np.tile(others, len(far))))
             self._count += len(direct)
 

@@ -20,7 +20,7 @@ from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
 from megarl.config.schema import Rollout
-from megarl.launch.checks import probe_tokens, score_rows
+from megarl.launch.parity import probe_tokens, score_rows
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env

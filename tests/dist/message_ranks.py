@@ -20,8 +20,9 @@ import torch.distributed as dist
 from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.load import load_config
 from megarl.config.validate import model_shape
-from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
+from megarl.models.engine import engine_table
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
+from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.transports.collective import Collective
@@ -53,10 +54,10 @@ def sync(arguments: list[str]) -> dict:
     sender = _sender(shape, fleet, rank, full) if rank < fleet.trainers else None
     receiver = table = None
     if rank >= fleet.first_receiver:
-        table = engine_slices(shape, fleet.engine_layout(rank))
+        table = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
         receiver = Memory(table)
     publisher = Publisher(
-        plan_of(config, shape, fleet, style="local"),
+        plan_of(config, shape, fleet, spec="local"),
         sender,
         receiver,
         transport,
@@ -72,7 +73,7 @@ def sync(arguments: list[str]) -> dict:
 
 def _sender(shape, fleet, rank: int, full: Mapping[str, torch.Tensor]) -> WeightSender:
     padded = padded_vocab(shape.vocab, fleet.parallel.tensor)
-    slices = megatron_slices(shape, fleet.trainer_layout(rank), style="local", padded_vocab=padded)
+    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=padded), shape, fleet.trainer_layout(rank))
     parameters = room_for(slices)
     for part in slices:
         view(parameters, part).copy_(slice_of(full, part))

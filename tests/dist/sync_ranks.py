@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megarl.config.schema import Rollout
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, read_model
+from megarl.models.engine import engine_table
+from megarl.models.registry import hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, slices_of
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample
@@ -218,7 +218,9 @@ class Launch:
             is_split=False,
         )
         padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
-        self.slices = megatron_slices(self.shape, fleet.trainer_layout(self.rank), style="local", padded_vocab=padded)
+        self.slices = slices_of(
+            megatron_table(self.shape, spec="local", padded_vocab=padded), self.shape, fleet.trainer_layout(self.rank)
+        )
         self.held = holder(self.slices, self.reference.weights)
         weights = WeightFormat(self.reference.shapes, torch.float32)
         transport = transport or Collective()
@@ -232,9 +234,9 @@ class Launch:
             )
         else:
             plan = plan_transfers(
-                self.shape, fleet, padded_vocab=padded, itemsize=4, round_bytes=64 << 10, style="local"
+                self.shape, fleet, padded_vocab=padded, itemsize=4, round_bytes=64 << 10, spec="local"
             )
-        table = engine_slices(self.shape, fleet.engine_layout(self.rank))
+        table = slices_of(engine_table(self.shape), self.shape, fleet.engine_layout(self.rank))
         bound = 1e-4
         return Publisher(
             plan,

@@ -21,8 +21,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.load import load_config
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, read_model
+from megarl.models.engine import engine_layout, engine_table
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
+from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import fleet_of
 from megarl.weights.plan import find_gaps
 
@@ -66,8 +67,10 @@ def test_parameters_are_those_of_megatron(model) -> None:
     ranks = built(name, json.dumps(sizes), str(fleet.trainers))
     assert len({fleet.source(int(rank)).pp.rank for rank in ranks}) == fleet.parallel.pipeline
     for rank, parameters in ranks.items():
-        boxes = megatron_slices(
-            shape, fleet.source(int(rank)), style="local", padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor)
+        boxes = slices_of(
+            megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor)),
+            shape,
+            fleet.source(int(rank)),
         )
         held: dict[str, int] = {}
         for box in boxes:
@@ -84,7 +87,7 @@ def test_layers_of_multi_token_prediction_have_a_table() -> None:
     shape = read_model(CONFIGS / "models" / "deepseek_v3")
     shape = replace(shape, layers=shape.dense_layers + 1)
     layout = Layout.of(Parallel(), 1, 0)
-    boxes = megatron_slices(shape, layout, style="local", padded_vocab=shape.vocab, mtp=True)
+    boxes = slices_of(megatron_table(shape, spec="local", padded_vocab=shape.vocab), shape, layout, mtp=True)
     (found,) = built("deepseek_v3", "mtp").values()
     found = {name.replace("mtp_model_layer", "transformer_layer"): size for name, size in found.items()}  # 0.19's name
     assert {box.param for box in boxes} == found.keys()
@@ -101,7 +104,10 @@ def test_layers_of_multi_token_prediction_have_a_table() -> None:
 def test_trainer_ranks_together_hold_every_element_once(model) -> None:
     _, shape, fleet = model
     padded = padded_vocab(shape.vocab, fleet.parallel.tensor)
-    ranks = [megatron_slices(shape, fleet.source(r), style="te", padded_vocab=padded) for r in range(fleet.trainers)]
+    ranks = [
+        slices_of(megatron_table(shape, spec="te", padded_vocab=padded), shape, fleet.source(r))
+        for r in range(fleet.trainers)
+    ]
     assert find_gaps(hf_shapes(shape), ranks) == []
 
 
@@ -109,4 +115,4 @@ def test_engine_ranks_together_keep_every_element_once(model) -> None:
     _, shape, fleet = model
     shape = replace(shape, layers=shape.dense_layers + 1)  # the others are like the last
     layouts = [engine_layout(tensor=fleet.tensor, rank=rank) for rank in range(fleet.tensor)]
-    assert find_gaps(hf_shapes(shape), [engine_slices(shape, layout) for layout in layouts]) == []
+    assert find_gaps(hf_shapes(shape), [slices_of(engine_table(shape), shape, layout) for layout in layouts]) == []

@@ -27,8 +27,9 @@ from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
-from megarl.models.engine import engine_slices
-from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab, parse_model
+from megarl.models.engine import engine_table
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, parse_model
+from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
@@ -116,14 +117,16 @@ class Case:
         self.sender = self.engine = None
         padded = padded_vocab(SHAPE.vocab, fleet.parallel.tensor)
         if rank < fleet.trainers:
-            slices = megatron_slices(SHAPE, fleet.trainer_layout(rank), style="local", padded_vocab=padded)
+            slices = slices_of(
+                megatron_table(SHAPE, spec="local", padded_vocab=padded), SHAPE, fleet.trainer_layout(rank)
+            )
             self.parameters = room_for(slices)
             self.sender = WeightSender(slices, lambda: self.parameters)
             self.fill(full)
         if rank >= fleet.first_receiver:
-            self.engine = Memory(engine_slices(SHAPE, fleet.engine_layout(rank)))
+            self.engine = Memory(slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)))
         self.publisher = Publisher(
-            plan_transfers(SHAPE, fleet, padded_vocab=padded, itemsize=4, round_bytes=ROUND, style="local"),
+            plan_transfers(SHAPE, fleet, padded_vocab=padded, itemsize=4, round_bytes=ROUND, spec="local"),
             self.sender,
             self.engine,
             transport,

@@ -38,7 +38,8 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     """Level 1 keeps weights on the host: the same answers after it. Level 2 drops them: no answers before a sync."""
     from sync_ranks import CONFIGS, SIZES, Request, holder
 
-    from megarl.models.registry import hf_shapes, megatron_slices, padded_vocab
+    from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
+    from megarl.models.shards import slices_of
     from megarl.rollout.engine import Engine
     from megarl.types import Prompt
     from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
@@ -59,7 +60,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
-    slices = megatron_slices(shape, layout, style="local", padded_vocab=padded_vocab(shape.vocab, 1))
+    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1)), shape, layout)
     held = {name: value.bfloat16().to(DEVICE) for name, value in holder(slices, weights).items()}
     format_ = WeightFormat(shapes, torch.bfloat16)
     plan = plan_slices(format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20)

@@ -112,14 +112,14 @@ MODELS = [
     ),
     (
         "weights/senders.py",
-        "direct = np.flatnonzero(is_near | (first == keeper))",
+        "direct = np.flatnonzero(is_near | (first == receiver))",
         "direct = np.arange(len(first))",
         f"{PLAN}::test_what_a_node_shares_crosses_the_network_once",
     ),
     (
         "weights/senders.py",
-        "(np.arange(count) - turn[:, None]) % count",
-        "np.arange(count) + 0 * turn[:, None]",
+        "(np.arange(count) - rotation[:, None]) % count",
+        "np.arange(count) + 0 * rotation[:, None]",
         f"{PLAN}::test_replicas_share_the_sending",
     ),
     (

@@ -10,7 +10,8 @@ from megarl.checkpoint.hf import export_hf
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices, read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
+from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
 from megarl.weights.transports.inprocess import InProcess
 
@@ -39,7 +40,7 @@ def parameters_of(origin, slices, dtype=torch.float32, fp32=frozenset()):
 
 def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), **options):
     shape = read_model(origin)
-    slices = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
     held = parameters_of(origin, slices, dtype, fp32)
     slices = [part for part in slices if part.name != drop]
     export_hf(
@@ -81,7 +82,7 @@ def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
     with pytest.raises(CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"):
         narrow = {"model.norm.weight"}
         shape = read_model(origin)
-        slices = megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+        slices = slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
         held = parameters_of(origin, slices, torch.bfloat16)
         export_hf(
             tmp_path / "hf",

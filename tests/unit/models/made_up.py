@@ -10,9 +10,9 @@ from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.family import Family
 from megarl.models.shape import ModelShape
-from megarl.models.shards import HF, MC, Replicated, ShardSlice, Stack, Style, Table, Transposed
+from megarl.models.shards import HF, MC, LayerSpec, Replicated, ShardSlice, Stack, Table, Transposed
 
-__all__ = ["FAMILY"]
+__all__ = ["FAMILIES"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config, head_dim=128, qk_norm=True)
 
 
-def table(shape: ModelShape, style: Style, padded_vocab: int) -> Table:
-    norm = "mlp.linear_fc1.layer_norm_weight" if style == "te" else "pre_mlp_layernorm.weight"
+def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
+    norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
     mlp = (
         Replicated(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
         FusedGateUp(HF + "mlp.gate_up_proj.weight", MC + "mlp.linear_fc1.weight", shape.intermediate, shape.hidden),
         Transposed(HF + "mlp.down_proj.weight", MC + "mlp.linear_fc2.weight", (shape.intermediate, shape.hidden)),
     )
-    return blocks.decoder_table(shape, padded_vocab, layer=(*blocks.attention(shape, style), *mlp))
+    return blocks.decoder_table(shape, padded_vocab, layer=(*blocks.attention(shape, spec), *mlp))
 
 
-FAMILY = Family(architecture="MadeUpForCausalLM", read=read, table=table)
+FAMILIES = {"made_up": Family(architecture="MadeUpForCausalLM", read=read, table=table)}

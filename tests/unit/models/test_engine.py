@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megarl.models.engine import engine_layout, engine_slices, first_mismatch
+from megarl.models.engine import engine_layout, engine_table
 from megarl.models.registry import read_model
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, first_mismatch, slices_of
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 
@@ -17,7 +17,7 @@ def slices(name: str, *, layers: int = 1, **place: int) -> dict[str, list[ShardS
     """Of the first layers of a large model, by parameter."""
     shape = replace(read_model(MODELS / name), layers=layers)
     by_param: dict[str, list[ShardSlice]] = {}
-    for part in engine_slices(shape, engine_layout(**place)):
+    for part in slices_of(engine_table(shape), shape, engine_layout(**place)):
         by_param.setdefault(part.param, []).append(part)
     return by_param
 
@@ -38,7 +38,11 @@ def test_vocabulary_is_padded_to_64() -> None:
     assert [(part.start, part.shape) for part in last] == [((120240, 0), (8016, 16384))]
     shape = replace(read_model(MODELS / "llama_3_1_405b"), layers=1, vocab=70)
     rows = [
-        sum(b.shape[0] for b in engine_slices(shape, engine_layout(tensor=4, rank=r)) if b.param == "lm_head.weight")
+        sum(
+            b.shape[0]
+            for b in slices_of(engine_table(shape), shape, engine_layout(tensor=4, rank=r))
+            if b.param == "lm_head.weight"
+        )
         for r in range(4)
     ]
     assert rows == [32, 32, 6, 0]

@@ -1,4 +1,4 @@
-"""A family is one file and its line in the registry: a made-up one is read, refused, made, loaded and synced."""
+"""A family is one file and one line in the registry: a made-up one is read, refused, made, loaded and synced."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_slices
-from megarl.models.registry import FAMILIES, hf_shapes, megatron_slices, parse_model, read_model
-from megarl.models.shards import ShardSlice, Style
+from megarl.models.engine import engine_layout, engine_table
+from megarl.models.registry import FAMILIES, hf_shapes, megatron_table, parse_model, read_model
+from megarl.models.shards import LayerSpec, ShardSlice, slices_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PADDED = 80  # rows of the embedding on the trainer's side, of 67
@@ -35,7 +35,7 @@ Tensors = dict[str, np.ndarray]
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "made_up", made_up.FAMILY)
+    monkeypatch.setitem(FAMILIES, "made_up", made_up.FAMILIES["made_up"])
 
 
 @pytest.fixture
@@ -80,20 +80,25 @@ def load(slices: list[ShardSlice], tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize(("parallel", "world"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("style", ["local", "te"])
+@pytest.mark.parametrize("spec", ["local", "te"])
 def test_every_layout_gives_the_checkpoint_back(
-    folder: Path, parallel: dict[str, int], world: int, style: Style
+    folder: Path, parallel: dict[str, int], world: int, spec: LayerSpec
 ) -> None:
     shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
     assert {name: tensor.shape for name, tensor in tensors.items()} == hf_shapes(shape)
     layouts = [Layout.of(Parallel(**parallel), world, rank) for rank in range(world)]
-    round_trip(tensors, [megatron_slices(shape, each, style=style, padded_vocab=PADDED) for each in layouts])
+    round_trip(
+        tensors, [slices_of(megatron_table(shape, spec=spec, padded_vocab=PADDED), shape, each) for each in layouts]
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_engine_keeps_all_of_it(folder: Path, ranks: int) -> None:
     shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
-    round_trip(tensors, [engine_slices(shape, engine_layout(tensor=ranks, rank=rank)) for rank in range(ranks)])
+    round_trip(
+        tensors,
+        [slices_of(engine_table(shape), shape, engine_layout(tensor=ranks, rank=rank)) for rank in range(ranks)],
+    )
 
 
 def round_trip(tensors: Tensors, ranks: list[list[ShardSlice]]) -> None:
@@ -115,11 +120,11 @@ def test_its_own_tensors_lie_where_megatron_and_vllm_multiply_them(folder: Path)
     down = tensors["model.layers.2.mlp.down_proj.weight"].T[:, 24:].ravel()
 
     layout = Layout.of(Parallel(tensor=2, pipeline=2), 4, 3)
-    megatron = load(megatron_slices(shape, layout, style="te", padded_vocab=PADDED), tensors)
+    megatron = load(slices_of(megatron_table(shape, spec="te", padded_vocab=PADDED), shape, layout), tensors)
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc1.weight"], gate_up)
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc2.weight"], down)
 
-    vllm = load(engine_slices(shape, engine_layout(tensor=2, rank=1)), tensors)
+    vllm = load(slices_of(engine_table(shape), shape, engine_layout(tensor=2, rank=1)), tensors)
     np.testing.assert_array_equal(vllm["model.layers.2.mlp.gate_up_proj.weight"], gate_up)
     np.testing.assert_array_equal(vllm["model.layers.2.mlp.down_proj.weight"], down)
 
@@ -131,13 +136,12 @@ def test_one_file_and_the_registry_are_all_that_changes(tmp_path: Path) -> None:
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(made_up.__file__, copy / "models")
     registry = copy / "models" / "registry.py"
-    text = registry.read_text().replace(" qwen3,", " made_up, qwen3,", 1)
-    registry.write_text(text.replace('    "qwen3": ', '    "made_up": made_up.FAMILY,\n    "qwen3": '))
+    registry.write_text(registry.read_text().replace('    "qwen3",\n', '    "qwen3",\n    "made_up",\n', 1))
     difference = ["git", "diff", "--no-index", "--numstat", str(package), str(copy)]
     lines = subprocess.run(difference, capture_output=True, text=True).stdout.splitlines()
     changed = {line.rpartition("/")[2].strip("}"): line.split()[:2] for line in lines if "__pycache__" not in line}
     assert changed == {"made_up.py": [str(len(Path(made_up.__file__).read_text().splitlines())), "0"],
-                       "registry.py": ["2", "1"]}  # fmt: skip
+                       "registry.py": ["1", "0"]}  # fmt: skip
 
     config = ROOT / "configs" / "tiny_dense.yaml"
     for command in (["plan", str(config), "--weights", "--json"], ["train", str(config), "--dry-run"]):

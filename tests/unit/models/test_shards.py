@@ -10,8 +10,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.layout import Axis, Layout, Parallel
-from megarl.models.registry import FAMILIES, hf_shapes, megatron_slices, read_model
-from megarl.models.shards import Qkv
+from megarl.models.registry import FAMILIES, hf_shapes, megatron_table, read_model
+from megarl.models.shards import Qkv, slices_of
 
 DENSE = [
     (Parallel(), 1),
@@ -87,7 +87,9 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
     held = {name: np.zeros(size, int) for name, size in hf_shapes(shape).items()}
     for rank in range(world):
         local = Counter()
-        for part in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68):
+        for part in slices_of(
+            megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(parallel, world, rank)
+        ):
             whole = held[part.name]
             if len(part.shape) > whole.ndim:
                 whole = whole.reshape(*whole.shape[:-1], -1, 2)
@@ -98,7 +100,9 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
             if "word_embeddings" not in param and "output_layer" not in param:
                 elements = sum(
                     part.numel
-                    for part in megatron_slices(shape, Layout.of(parallel, world, rank), style="local", padded_vocab=68)
+                    for part in slices_of(
+                        megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(parallel, world, rank)
+                    )
                     if part.param == param
                 )
                 assert extent == elements, f"{param}: slices leave holes or overlap"
@@ -126,4 +130,4 @@ def test_a_family_without_a_table_is_neither_planned_nor_converted(saved):
     shape = replace(read_model(saved), family="mistral", bridge=saved)
     assert hf_shapes(shape).keys() >= {"model.norm.weight"}, "names and shapes are the folder's own"
     with pytest.raises(ValueError, match=r"mistral has no table: .* neither planned nor converted"):
-        megatron_slices(shape, Layout.of(Parallel(), 1, 0), style="local", padded_vocab=68)
+        slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))

@@ -15,7 +15,7 @@ from megarl.config.validate import model_shape
 from megarl.layout import Parallel
 from megarl.models.engine import engine_layout
 from megarl.models.registry import padded_vocab
-from megarl.planner.cost import LINKS, Links, price_plan
+from megarl.planner.cost import LINKS, Links, estimate_cost
 from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.weights.fleet import Fleet
@@ -96,7 +96,7 @@ def test_links_stay_busy_on_small_fleets(name: str) -> None:
     fleet = Fleet(parallel, trainers, tensor, replicas, is_split=not is_colocated)
     padded = padded_vocab(shape.vocab, parallel.tensor)
     plan = plan_transfers(shape, fleet, padded_vocab=padded, itemsize=2, round_bytes=512 << 20)
-    cost = price_plan(plan, fleet, LINKS["h100"])
+    cost = estimate_cost(plan, fleet, LINKS["h100"])
     assert 1.0 <= cost.transfer_seconds / cost.floor_seconds < 1.3
     assert cost.predicted_seconds / cost.floor_seconds < 1.6
 
@@ -116,7 +116,7 @@ def test_cost_of_a_plan_worked_by_hand() -> None:
         [tensors, [], [], []], [[], [], tensors, tensors], itemsize=4, round_bytes=1 << 20, ranks_per_node=2
     )
     fleet = Fleet(Parallel(), 2, tensor=1, replicas=2, ranks_per_node=2)
-    cost = price_plan(plan, fleet, Links(network=64.0, nvlink=640.0))
+    cost = estimate_cost(plan, fleet, Links(network=64.0, nvlink=640.0))
     # round 0: two tensors to each over the network; round 1: each relays its two to the other
     assert (cost.num_rounds, cost.num_messages) == (2, 4)
     assert cost.bytes_out.tolist() == [256, 0, 128, 128] and cost.bytes_in.tolist() == [0, 0, 256, 256]

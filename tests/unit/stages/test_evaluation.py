@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.stages.evaluation import Evaluation, right
+from megarl.stages.evaluation import Evaluation, correctness
 from megarl.types import Prompt, Request, Sample
 
 
@@ -20,10 +20,10 @@ def sample(prompt_id: int = 0, **fields: Any) -> Sample:
 
 
 def test_partial_credit_is_not_right() -> None:
-    assert right(sample(reward=1.1, rewards={"accuracy": 1.0, "format": 1.0})) == 1.0
-    assert right(sample(reward=0.6, rewards={"accuracy": 0.5, "format": 1.0})) == 0.0
-    assert right(sample(reward=None)) == 0.0
-    assert right(sample(reward=0.25)) == 0.25, "without an accuracy reward, the reward itself"
+    assert correctness(sample(reward=1.1, rewards={"accuracy": 1.0, "format": 1.0})) == 1.0
+    assert correctness(sample(reward=0.6, rewards={"accuracy": 0.5, "format": 1.0})) == 0.0
+    assert correctness(sample(reward=None)) == 0.0
+    assert correctness(sample(reward=0.25)) == 0.25, "without an accuracy reward, the reward itself"
 
 
 def test_a_run_is_one_line_of_shares(tmp_path: Path) -> None:

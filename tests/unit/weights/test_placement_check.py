@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.checkpoint.hf import MemoryReceiver
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.memory_receiver import MemoryReceiver
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.transports.inprocess import InProcess
 

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_slices
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices
+from megarl.models.engine import engine_table
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
 from megarl.models.shape import Latent, ModelShape, Router
-from megarl.models.shards import ShardDim0, ShardSlice
+from megarl.models.shards import ShardDim0, ShardSlice, shapes_fp32_as_16bit, slices_of, view_fp32_as_16bit
 from megarl.weights import placements
 from megarl.weights.fleet import Fleet
-from megarl.weights.fp32_views import shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.weights.plan import Message, Plan, find_gaps, plan_recorded, plan_transfers, relay_buffer
 
 SIZES = dict(hidden=4, heads=4, kv_heads=2, head_dim=2, intermediate=4, vocab=11, rms_eps=1e-6, rope_theta=1e4)  # noqa: C408
@@ -68,14 +67,14 @@ FLEETS = {
 ITEMSIZE, FP32_NAMES = 2, fp32_tensors(DEEPSEEK)
 
 
-def plan_of(shape: ModelShape, fleet: Fleet, round_bytes: int = 200, style: str = "te") -> Plan:
+def plan_of(shape: ModelShape, fleet: Fleet, round_bytes: int = 200, spec: str = "te") -> Plan:
     return plan_transfers(
         shape,
         fleet,
         padded_vocab=16,
         itemsize=ITEMSIZE,
         round_bytes=round_bytes,
-        style=style,  # type: ignore[arg-type]
+        spec=spec,  # type: ignore[arg-type]
     )
 
 
@@ -84,9 +83,9 @@ def slices_of_fleet(shape: ModelShape, fleet: Fleet) -> tuple[list[list[ShardSli
     held: list[list[ShardSlice]] = [[] for _ in range(fleet.world)]
     kept: list[list[ShardSlice]] = [[] for _ in range(fleet.world)]
     for rank in range(fleet.trainers):
-        held[rank] = megatron_slices(shape, fleet.trainer_layout(rank), style="te", padded_vocab=16)
+        held[rank] = slices_of(megatron_table(shape, spec="te", padded_vocab=16), shape, fleet.trainer_layout(rank))
     for rank in range(fleet.first_receiver, fleet.first_receiver + fleet.receivers):
-        kept[rank] = engine_slices(shape, fleet.engine_layout(rank))
+        kept[rank] = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
     return [[view_fp32_as_16bit(slices, fp32_tensors(shape), ITEMSIZE) for slices in side] for side in (held, kept)]  # type: ignore[return-value]
 
 
@@ -276,11 +275,12 @@ def test_recorded_slices_of_any_two_layouts(
     shape = replace(QWEN, tied=tied, vocab=vocab, layers=2)
     held, kept = (
         [
-            megatron_slices(
+            slices_of(
+                megatron_table(
+                    shape, spec="local", padded_vocab=-(-vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
+                ),
                 shape,
                 Layout.of(parallel, 4, rank),
-                style="local",
-                padded_vocab=-(-vocab // (2 * parallel.tensor)) * 2 * parallel.tensor,
             )
             for rank in range(4)
         ]
@@ -353,7 +353,7 @@ def test_fingerprint_sees_every_number() -> None:
     assert len({fingerprint(), fingerprint(1), fingerprint(round_bytes=16), fingerprint(itemsize=2)}) == 4
     tables: list[Callable[[], Plan]] = [
         lambda: plan_of(*FLEETS["colocated"]),
-        lambda: plan_of(*FLEETS["colocated"], style="local"),
+        lambda: plan_of(*FLEETS["colocated"], spec="local"),
         lambda: plan_of(replace(QWEN, layers=4), FLEETS["colocated"][1]),
     ]
     assert len({table().fingerprint for table in tables}) == 3

@@ -12,10 +12,10 @@ from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
-from megarl.models.engine import engine_slices
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_slices, padded_vocab, parse_model
+from megarl.models.engine import engine_table
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, padded_vocab, parse_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, slices_of
 from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
@@ -50,14 +50,14 @@ class Engine(Memory):
 
 class Job:
     def __init__(self, *, table=None, probe: Probe | None = None, is_atomic: bool = True) -> None:
-        slices = megatron_slices(SHAPE, FLEET.trainer_layout(0), style="local", padded_vocab=PADDED)
+        slices = slices_of(megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, FLEET.trainer_layout(0))
         self.full = {name: torch.randn(size) for name, size in SHAPES.items()}
         self.parameters = room_for(slices)
         for part in slices:
             view(self.parameters, part).copy_(slice_of(self.full, part))
-        self.engine = Engine(engine_slices(SHAPE, FLEET.engine_layout(0)))
+        self.engine = Engine(slices_of(engine_table(SHAPE), SHAPE, FLEET.engine_layout(0)))
         self.publisher = Publisher(
-            plan_transfers(SHAPE, FLEET, padded_vocab=PADDED, itemsize=4, round_bytes=4096, style="local"),
+            plan_transfers(SHAPE, FLEET, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
             WeightSender(slices, lambda: self.parameters),
             self.engine,
             InProcess(),
@@ -103,16 +103,16 @@ def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
     shape = parse_model(hf_config(create), "model.create")
     weights = WeightFormat(hf_shapes(shape), torch.bfloat16, fp32_tensors(shape))
     full = {name: torch.randn(size).to(weights.dtype_of(name)) for name, size in weights.shapes.items()}
-    slices = megatron_slices(shape, FLEET.trainer_layout(0), style="local", padded_vocab=PADDED)
+    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=PADDED), shape, FLEET.trainer_layout(0))
     parameters = room_for(slices, torch.bfloat16)
     parameters |= room_for([part for part in slices if part.name in weights.fp32])
     for part in slices:
         paired = len(part.shape) > full[part.name].dim()
         whole = full[part.name].unflatten(-1, (-1, 2)) if paired else full[part.name]
         view(parameters, part).copy_(slice_of({part.name: whole}, part))
-    table = engine_slices(shape, FLEET.engine_layout(0))
+    table = slices_of(engine_table(shape), shape, FLEET.engine_layout(0))
     engine = Memory(weights.moved_slices([_unpaired(part, shape) for part in table]), torch.bfloat16)
-    plan = plan_transfers(shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, style="local")
+    plan = plan_transfers(shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, spec="local")
     sender = WeightSender(slices, lambda: parameters)
     publisher = Publisher(plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table)
     publisher.publish(version=1)
@@ -196,7 +196,7 @@ def test_a_probe_that_is_off_is_refused_with_its_distance():
 
 
 def test_an_engine_that_is_laid_out_differently_from_its_table_is_refused_by_tensor():
-    table = engine_slices(SHAPE, FLEET.engine_layout(0))
+    table = slices_of(engine_table(SHAPE), SHAPE, FLEET.engine_layout(0))
     moved = [replace(part, offset=part.offset + (part.name == "model.norm.weight")) for part in table]
     with pytest.raises(
         CheckFailed, match=r"rank 0: the engine's .* model\.norm\.weight .*lays weights out differently"
