@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.frame import Case, Contender, Outcome
+from megarl.checkpoint import hf
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
@@ -78,7 +79,7 @@ def gathered(world: int, model: str) -> Callable[[], Outcome]:
     return _Ranks(world, model, gather=True, is_checked=True).sync
 
 
-class Memory(MemoryReceiver):
+class Memory(hf.MemoryReceiver):
     """A receiver with memory of its own, for any slices."""
 
     def __init__(self, slices: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from torch import Tensor
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
 from megarl.trainer.model import local_tensors, patch_chunk
-from megarl.weights.index_tensors import REMEDY, IndexTensors, slices_from_indices
+from megarl.weights.index_tensors import REMEDY, IndexTensors, SliceRecorder
+from megarl.weights.placements import SlicesByRank
 
 PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
 FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the linear layer after it
@@ -100,9 +100,9 @@ class Bridged:
             chunks.append(model)
         return chunks
 
-    def slices_by_rank(self, chunks: Sequence[GPTModel]) -> list[list[ShardSlice]]:
+    def slices_by_rank(self, chunks: Sequence[GPTModel]) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store. Call it on every rank."""
-        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
+        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep).slices
         parameters, fp32 = local_tensors(chunks), fp32_tensors(self.shape)
         for part in slices:
             expected = torch.float32 if part.name in fp32 else self.provider.params_dtype
@@ -110,7 +110,7 @@ class Bridged:
                 raise ValueError(
                     f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, not {expected}; {REMEDY}"
                 )
-        by_rank: list[list[ShardSlice]] = [[]] * dist.get_world_size()
+        by_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(by_rank, slices)
         return by_rank
 
@@ -161,13 +161,13 @@ def _is_moe(config: Any, layer: int) -> bool:
 @torch.no_grad()
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
-) -> list[ShardSlice]:
-    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
+) -> SliceRecorder:
+    """Records the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
 
     `experts` is the axis over which experts are split. Call it on every rank that shares tensors. Raises ValueError
     naming the tensor and the parameter if the conversion does more than copy elements.
     """
-    registry, recorded = bridge.mapping_registry(), []
+    registry, recorder = bridge.mapping_registry(), SliceRecorder()
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         for name, tensor in local_tensors([chunk]).items():
@@ -176,14 +176,15 @@ def record(
                 raise ValueError(
                     f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is its config.json another model's?"
                 )
-            slices = _record_one(name, tensor, chunk, bridge, mapping, shapes)
-            recorded += [replace(part, param=prefix + name) for part in slices]
-    return recorded
+            converted = _convert(name, tensor, chunk, bridge, mapping, shapes)
+            recorder.add(prefix + name, *converted, padded=name in (EMBEDDING, OUTPUT))
+    return recorder
 
 
-def _record_one(
+def _convert(
     name: str, tensor: Tensor, chunk: GPTModel, bridge: Any, mapping: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> list[ShardSlice]:
+) -> tuple[Tensor, Tensor, IndexTensors]:
+    """Returns Bridge's parameter from index tensors, twice, and these tensors."""
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
         module.config = chunk.config  # pyright: ignore[reportArgumentType]  # Bridge looks for it there
@@ -208,7 +209,7 @@ def _record_one(
                 )
             converted.append(index)
     first, second = converted
-    return slices_from_indices(name, first, second, indices, padded=is_vocabulary)
+    return first, second, indices
 
 
 @contextmanager

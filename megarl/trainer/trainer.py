@@ -10,6 +10,7 @@ Every rank must call every method, in the same order, and gets the same result.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
+from megarl.weights.placements import SlicesByRank
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Trainer:
     scheduler: LrSchedule
     router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
     memory: Memory
-    traced: list[list[ShardSlice]] | None = None  # by rank, recorded from Megatron-Bridge; None: the family has a table
+    traced: SlicesByRank | None = None  # by rank, recorded from Megatron-Bridge; None: the family has a table
 
     @classmethod
     def build(
@@ -106,13 +108,13 @@ class Trainer:
         """Returns this rank's parameters and router biases by GPTModel's names (`local_tensors`)."""
         return local_tensors([chunk.module for chunk in self.model])
 
-    def local_slices(self) -> list[ShardSlice]:
+    def local_slices(self) -> Sequence[ShardSlice]:
         """Returns the slices of HF tensors that this rank's parameters store."""
         if self.traced is not None:
             return self.traced[self.layout.rank]
         return _slices(self.shape, self.layout, use_te=self.device.type == "cuda")
 
-    def slices_by_rank(self) -> list[list[ShardSlice]]:
+    def slices_by_rank(self) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store."""
         if self.traced is not None:
             return self.traced
@@ -208,7 +210,7 @@ class Trainer:
 
 def _build_model(
     shape: ModelShape, layout: Layout, train: Train, moe: Moe, *, use_te: bool
-) -> tuple[list[GPTModel], list[list[ShardSlice]] | None]:
+) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""
     dtype, dispatcher = DTYPES[train.dtype], moe.dispatcher
     if shape.bridge is None:

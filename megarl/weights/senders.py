@@ -35,7 +35,6 @@ class Instances:
 class Placement(Protocol):
     """What moves, which ranks hold it and which keep it. Groups are given by their index in `groups`."""
 
-    groups: Sequence[object]
     world: int
     ranks_per_node: int
     receivers: list[int]  # ascending
@@ -44,6 +43,8 @@ class Placement(Protocol):
     layer_starts: Ints  # positions, ascending
     total: int  # elements of a replica
 
+    @property
+    def groups(self) -> Sequence[object]: ...
     def instances(self, group: int) -> Instances: ...
     def source_ranks(self, group: int) -> Ints:
         """Returns the ranks that have the group, [keys, sources]."""

@@ -324,7 +324,7 @@ def check_idle(bench: Bench) -> list[dict[str, Any]]:
 
 
 def check_families(bench: Bench) -> list[dict[str, Any]]:
-    """Latent attention, partial rotary embedding, shared experts and sigmoid routers, split along the rows."""
+    """LatentSizes attention, partial rotary embedding, shared experts and sigmoid routers, split along the rows."""
     layouts: list[Sizes] = [{}, {"context": 2, "expert": 2}]
     batch, moe = random_batch(num_rows=6, seed=2), MOE | {"bias_update_rate": 0.01}
     models = ("deepseek_v3", "glm4_moe")

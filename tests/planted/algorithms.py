@@ -157,4 +157,16 @@ ALGORITHMS = [
         "(kl / target - 1)",
         f"{GOLDEN}::test_adaptive_kl",
     ),
+    (
+        "algorithms/parity.py",
+        "trainer - engine, nan=torch.inf",
+        "trainer - engine, nan=0.0",
+        "unit/algorithms/test_parity.py::test_nan_is_infinite_and_an_empty_batch_agrees",
+    ),
+    (
+        "algorithms/parity.py",
+        "kl=float(k3.mean())",
+        "kl=float(signed.mean())",
+        "unit/algorithms/test_parity.py::test_by_hand",
+    ),
 ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
-from megarl.models.shape import Latent, ModelShape, Router
+from megarl.models.shape import LatentSizes, ModelShape, Router
 from megarl.models.shards import ShardDim0, ShardSlice, shapes_fp32_as_16bit, slices_of, view_fp32_as_16bit
 from megarl.weights import placements
 from megarl.weights.fleet import Fleet
@@ -27,7 +27,7 @@ QWEN = ModelShape(
 )  # fmt: skip
 DEEPSEEK = replace(
     QWEN, family="deepseek_v3", layers=5, kv_heads=4, head_dim=3, qk_norm=False, dense_layers=2, shared_intermediate=4,
-    latent=Latent(3, 3, 2, 1, 2), router=Router(score_function="sigmoid", expert_bias=True),
+    latent=LatentSizes(3, 3, 2, 1, 2), router=Router(score_function="sigmoid", expert_bias=True),
 )  # fmt: skip
 DENSE = replace(QWEN, family="qwen2", tied=True, qkv_bias=True, qk_norm=False, experts=0)
 GPT_OSS = replace(

@@ -1,0 +1,67 @@
+"""Trainer against engine on the sampled tokens: the figures by hand, and the cause that each pattern suggests."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.parity import Parity, compare, explain
+
+CU = torch.tensor([0, 4, 8, 12])
+MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]).bool()  # 2, 3 and 0 sampled tokens
+ROLLOUT = torch.arange(12) / -10
+
+
+def measure(change: dict[int, float]) -> Parity:
+    """The trainer's log-probs are the engine's, plus `change` by position."""
+    old = ROLLOUT.clone()
+    for position, by in change.items():
+        old[position] += by
+    batch = SimpleNamespace(mask=MASK, cu_seqlens=CU, rollout_logprobs=ROLLOUT, old_logprobs=old)
+    return compare(batch)  # pyright: ignore[reportArgumentType]
+
+
+def test_by_hand() -> None:
+    parity = measure({2: 0.25, 5: -0.5, 0: 9.0, 11: math.nan})
+    k3 = (math.exp(0.25) - 1 - 0.25 + math.exp(-0.5) - 1 + 0.5) / 5
+    assert (parity.row, parity.position) == (1, 1)
+    assert (parity.trainer, parity.engine) == pytest.approx((-1.0, -0.5))
+    assert parity.metrics() == pytest.approx(
+        {"logprob_diff/mean": 0.15, "logprob_diff/max": 0.5, "kl/rollout": k3}, rel=1e-6
+    )
+    assert (parity.share_off, parity.share_above, parity.early) == pytest.approx((0.4, 0.2, 0.0))
+    assert measure({4: 0.125}).early == pytest.approx(0.125)
+
+
+def test_nan_is_infinite_and_an_empty_batch_agrees() -> None:
+    assert measure({6: math.nan}).max == math.inf
+    empty = SimpleNamespace(mask=MASK & False, cu_seqlens=CU, rollout_logprobs=ROLLOUT, old_logprobs=ROLLOUT)
+    assert compare(empty).metrics() == dict.fromkeys(measure({}).metrics(), 0.0)  # pyright: ignore[reportArgumentType]
+
+
+def pattern(diff: Tensor) -> Parity:
+    """`diff` [100]: trainer - engine on one row."""
+    mask, cu = torch.ones(100, dtype=torch.bool), torch.tensor([0, 100])
+    return compare(SimpleNamespace(mask=mask, cu_seqlens=cu, rollout_logprobs=0 * diff, old_logprobs=diff))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("diff", "is_moe", "words"),
+    [
+        (torch.linspace(-1, -0.5, 100), False, "engine assigns more .* temperature 0.7"),
+        (torch.linspace(0.5, 1, 100), False, "engine assigns less .* temperature 0.7"),
+        (torch.linspace(0, 1, 100) * (-1) ** torch.arange(100), False, "cache that outlived a weight sync"),
+        (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) == 9), True, "routing"),
+        (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) % 50 == 0), False, "lower precision"),
+        ((-1.0) ** torch.arange(100), False, "looks like weights"),
+    ],
+    ids=["more", "less", "positions", "routing", "kernels", "weights"],
+)
+def test_causes(diff: Tensor, is_moe: bool, words: str) -> None:
+    text = explain(pattern(diff), is_moe=is_moe, temperature=0.7)
+    assert re.search(words, text), text
