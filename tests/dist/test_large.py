@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.load import load_config
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_table
+from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import fleet_of
@@ -65,12 +65,12 @@ def test_parameters_are_those_of_megatron(model) -> None:
     name, shape, fleet = model
     sizes = {axis: getattr(fleet.parallel, axis) for axis in ("tensor", "pipeline", "expert")}
     ranks = built(name, json.dumps(sizes), str(fleet.trainers))
-    assert len({fleet.source(int(rank)).pp.rank for rank in ranks}) == fleet.parallel.pipeline
+    assert len({fleet.trainer_layout(int(rank)).pp.rank for rank in ranks}) == fleet.parallel.pipeline
     for rank, parameters in ranks.items():
         boxes = slices_of(
             megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor)),
             shape,
-            fleet.source(int(rank)),
+            fleet.trainer_layout(int(rank)),
         )
         held: dict[str, int] = {}
         for box in boxes:
@@ -105,7 +105,7 @@ def test_trainer_ranks_together_hold_every_element_once(model) -> None:
     _, shape, fleet = model
     padded = padded_vocab(shape.vocab, fleet.parallel.tensor)
     ranks = [
-        slices_of(megatron_table(shape, spec="te", padded_vocab=padded), shape, fleet.source(r))
+        slices_of(megatron_table(shape, spec="te", padded_vocab=padded), shape, fleet.trainer_layout(r))
         for r in range(fleet.trainers)
     ]
     assert find_gaps(hf_shapes(shape), ranks) == []
@@ -114,5 +114,5 @@ def test_trainer_ranks_together_hold_every_element_once(model) -> None:
 def test_engine_ranks_together_keep_every_element_once(model) -> None:
     _, shape, fleet = model
     shape = replace(shape, layers=shape.dense_layers + 1)  # the others are like the last
-    layouts = [engine_layout(tensor=fleet.tensor, rank=rank) for rank in range(fleet.tensor)]
+    layouts = [fleet.engine_layout(fleet.first_receiver + rank) for rank in range(fleet.ranks_per_replica)]
     assert find_gaps(hf_shapes(shape), [slices_of(engine_table(shape), shape, layout) for layout in layouts]) == []
