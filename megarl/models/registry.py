@@ -64,7 +64,7 @@ def megatron_table(shape: ModelShape, *, style: Style, padded_vocab: int) -> Tab
     if shape.bridge is not None:
         raise ValueError(
             f"{shape.family} has no table: Megatron-Bridge lays out its weights when a run builds the model, so it can "
-            "be trained and synced, but neither planned nor converted"
+            "be trained and synced, but `megarl plan` and `megarl convert` do not support it"
         )
     return FAMILIES[shape.family].table(shape, style, padded_vocab)
 
