@@ -66,39 +66,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megarl",
-        description="Reinforcement learning of language models: Megatron-Core trains, vLLM samples.",
+        description="Reinforcement learning for language models: Megatron-Core trains, vLLM samples.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    train = commands.add_parser("train", help="train; results go to runs/<run.name>")
+    train = commands.add_parser("train", help="train a model; results go to runs/<run.name>")
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
     evaluate = commands.add_parser("eval", help="measure a model's accuracy on held-out problems of the task")
-    plan = commands.add_parser("plan", help="bytes and time of a weight sync; needs no weights and no GPU")
+    plan = commands.add_parser("plan", help="predict bytes and time of a weight sync, without weights or a GPU")
     check = commands.add_parser("check", help="compare one update of the model under several layouts")
-    check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help="e.g. 1 tp2 tp2,pp2; default: usual")
+    layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
+    check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
     report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="for example runs/quickstart")
-    plan.add_argument("--weights", action="store_true", required=True, help="the sync from trainer to engines")
-    plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="whose links and memory (h100)")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
+    plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
+    plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     plan.add_argument(
-        "--messages", metavar="FILE", type=Path, help="write a line [round, sender, receiver, bytes] each"
+        "--messages", metavar="FILE", type=Path, help="write one line [round, sender, receiver, bytes] per message"
     )
-    plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and flows: a .png or .svg")
+    plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and transfers to a .png or .svg file")
     convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
-    convert.add_argument("target", metavar="DST", type=Path, help="a new folder, or one to resume")
+    convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion resumes")
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
     for name, axis in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
         convert.add_argument(
-            f"--{name}", metavar="N", type=_size, default=1, help=f"{axis} to split for (1); any layout can load it"
+            f"--{name}", metavar="N", type=_size, default=1, help=f"number of {axis} (1); any layout loads it"
         )
     convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
-    convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum size of a file; default: as in export_hf")
+    convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
     return parser
 
 

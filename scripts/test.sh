@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment (scripts/install.sh --dev) and runs the tests that need no GPU. Arguments go to pytest:
+# Creates the environment (scripts/install.sh --dev) and runs the tests that need no GPU. Arguments go to pytest:
 #   scripts/test.sh -k layout        scripts/test.sh -m "long and not exhaustive"
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +9,6 @@ marks="not gpu and not long"
 case " $* " in *" -m "*) marks="" ;; esac
 echo "[test] pytest ${marks:+-m \"$marks\" }$*"
 if ! .venv/bin/python -m pytest ${marks:+-m "$marks"} "$@"; then
-  echo "[test] failed. One test alone: scripts/test.sh PATH::NAME; a stale environment: rm -rf .venv" >&2
+  echo "[test] failed. To run one test: scripts/test.sh PATH::NAME; if the environment is stale: rm -rf .venv" >&2
   exit 1
 fi

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# The same program on N nodes: run this on every node, with the same arguments and a NODE_RANK of its own.
+# The same program on N nodes: run this on every node, with the same arguments and a different NODE_RANK.
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 scripts/torchrun_multinode.sh configs/my.yaml train.steps=100
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 scripts/torchrun_multinode.sh configs/my.yaml train.steps=100
 #
-# The nodes see the same run.dir and model.path (a shared file system). The world is NNODES x NPROC ranks; data
-# parallelism follows from it and from the sizes in the config. torchrun itself exits 1 whatever went wrong: the
-# true exit code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs.
+# All nodes must see the same run.dir and model.path (a shared file system). The world is NNODES x NPROC ranks; data
+# parallelism follows from it and from the sizes in the config. torchrun exits with 1 on any failure: the real exit
+# code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 : "${NNODES:?set NNODES to the number of nodes}"
-: "${NODE_RANK:?set NODE_RANK to the number of this node, 0 to NNODES - 1}"
+: "${NODE_RANK:?set NODE_RANK to the index of this node, 0 to NNODES - 1}"
 : "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
 [ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. $0 CONFIG [key=value ...]" >&2; exit 2; }
-NPROC="${NPROC:-$(nvidia-smi -L 2>/dev/null | wc -l)}" # ranks a node: one for each GPU
+NPROC="${NPROC:-$(nvidia-smi -L 2>/dev/null | wc -l)}" # ranks per node: one per GPU
 
-# the repository's own environment; in the container of docker/Dockerfile say PYTHON=python
+# the repository's own environment; in the container of docker/Dockerfile set PYTHON=python
 python=${PYTHON:-.venv/bin/python}
 
 exec "$python" -m torch.distributed.run \

@@ -114,7 +114,7 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
     is_single_V = groups.size_V == 1
     if singleton == "error" and is_single_V.any():
         num_groups = int(is_single_V.sum())
-        raise ValueError(f"{num_groups} groups of one with singleton=error; sample more per prompt, or use zero or raw")
+        raise ValueError(f"singleton=error, but {num_groups} groups have one sample; sample more, or use zero or raw")
     return torch.where(is_single_V, raw_V if singleton == "raw" else 0, advantage_V)
 
 
@@ -203,7 +203,7 @@ def _advantages(
     inputs = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
     inputs = {key: x for key, x in inputs.items() if key in signature(estimator).parameters}
     if missing := [key for key, x in inputs.items() if x is None]:
-        raise ValueError(f"advantage={name} needs {missing[0]} [{missing[0][-1]}]")
+        raise ValueError(f"advantage={name} needs {missing[0]} [{missing[0][-1]}]; pass it")
 
     dtype = at_least_fp32(rewards_T.dtype)
     limit = torch.finfo(dtype).max / 8

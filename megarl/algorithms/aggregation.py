@@ -40,8 +40,8 @@ def _seq_mean_token_sum_norm(rows: Rows, group_N: Tensor | None, constant: float
     """1 / (rows x constant): Dr. GRPO, arXiv 2503.20783."""
     if not constant or constant <= 0:
         raise ValueError(
-            f"seq-mean-token-sum-norm needs a positive constant, not {constant}; give the response budget, "
-            "the same in every micro-batch (Dr. GRPO, arXiv 2503.20783)"
+            f"seq-mean-token-sum-norm needs a positive constant, not {constant}; pass the maximum response "
+            "length, the same for every micro-batch (Dr. GRPO, arXiv 2503.20783)"
         )
     return _seq_mean_token_sum(rows, group_N, constant) / constant
 

@@ -61,7 +61,7 @@ class Objective:
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
         if algorithm.needs_reference:
-            assert logprobs.ref is not None, "a KL term without reference log-probs"
+            assert logprobs.ref is not None, "the KL term needs reference log-probs"
             old_T = clean(self._old(logprobs.old, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(logprobs.ref, batch.mask)
             if kl.where == "reward":
@@ -136,7 +136,7 @@ class Objective:
         clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
         sums |= {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         if algorithm.needs_reference:
-            assert batch.ref_logprobs is not None, "a KL term without reference log-probs"
+            assert batch.ref_logprobs is not None, "the KL term needs reference log-probs"
             ref_M = clean(rows.select(batch.ref_logprobs), mask_M)
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
             if algorithm.kl.where == "loss":

@@ -67,16 +67,16 @@ def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (
-            f"the engine assigns {side} than the trainer to nearly every token, which looks like sampling settings: "
+            f"the engine gives nearly all tokens {side} probability than the trainer; check the sampling settings: "
             f"the trainer divides logits by temperature {temperature} and applies no top-p, top-k or penalties"
         )
     if parity.early < 0.01 * parity.max:
         return (
-            "the first sampled token of every row agrees and later ones do not, which looks like "
-            "position handling or a key-value cache that outlived a weight sync"
+            "the first sampled token of every row agrees and later ones do not, which suggests "
+            "wrong positions or a KV cache that was not reset after a weight sync"
         )
     if parity.share_off < 0.05 and is_moe:
-        return "few tokens are far off and the rest agree, which looks like routing: near-ties that fall differently"
+        return "few tokens are far off and the rest agree, which suggests MoE routing: near-ties broken differently"
     if parity.share_off < 0.05:
-        return "few tokens are far off and the rest agree, which looks like kernels of lower precision"
-    return "most tokens differ, which looks like weights: the engine's are not the trainer's"
+        return "few tokens are far off and the rest agree, which suggests lower-precision kernels"
+    return "most tokens differ, which suggests that the engine's weights are not the trainer's"

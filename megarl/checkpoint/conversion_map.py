@@ -83,7 +83,7 @@ class ConversionMap:
         for param, stored_slices in stored.slices.items():
             filled, size = (sum(box.numel for box in boxes) for boxes in (by_param[param], stored_slices))
             is_padded = stored_slices[0].name in stored.padded
-            assert filled == size or (filled < size and is_padded), f"{param}: {filled} of {size} elements"
+            assert filled == size or (filled < size and is_padded), f"{param}: {filled} of {size} elements filled"
         return cls(hf_shapes, by_param, stored)
 
     def numel(self, param: str) -> int:

@@ -56,7 +56,7 @@ class Conversion:
         Raises ValueError if it exists, CheckFailed if the disk is full or the target differs from the source.
         """
         if folder.exists():
-            raise ValueError(f"{folder} exists; remove it, or name another folder")
+            raise ValueError(f"{folder} already exists; remove it, or choose another folder")
         files, staging = self.target.files, folder.with_name(f".{folder.name}.part")
         records = _resume(staging, self.identity)
         with ThreadPoolExecutor(READERS) as readers:
@@ -92,8 +92,8 @@ class Conversion:
             if left < 0:
                 total = sum(file.nbytes for file in files)
                 raise CheckFailed(
-                    f"{staging / file.name}: no space left on the disk for {self._tensor(file.params[0])}: "
-                    f"{total} bytes are to be written, {free} are free"
+                    f"{staging / file.name}: not enough disk space for {self._tensor(file.params[0])}: "
+                    f"the conversion writes {total} bytes, {free} are free; make room, or choose another disk"
                 )
 
     def _tensor(self, param: str) -> str:
@@ -136,13 +136,13 @@ class Conversion:
             for sums in readers.map(read, [param for file in self.target.files for param in file.params]):
                 actual.update(sums)
         except ValueError as error:
-            return f"what was written cannot be read back: {error}"
+            return f"the written files cannot be read back: {error}"
         wrong = [name for name in expected if (expected[name] - actual[name]) % (1 << 64)]
         if not wrong:
             return ""
         return (
-            f"{staging}: {_some(wrong)} read back differ from the source; run the conversion again, and suspect the "
-            "disk or the memory when this happens twice"
+            f"{staging}: {_some(wrong)} differ from the source when read back; run the conversion again, and "
+            "check the disk and the memory if it fails twice"
         )
 
 
@@ -180,8 +180,8 @@ def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
     if not wrong:
         return ""
     return (
-        f"{source}: {_some(wrong)} are not what {CHECKSUMS} records from when the folder was made: make it again, or "
-        f"remove {CHECKSUMS} if they were changed on purpose"
+        f"{source}: {_some(wrong)} changed since the folder was created, according to {CHECKSUMS}; create it again, "
+        f"or remove {CHECKSUMS} if the change is intended"
     )
 
 
@@ -199,5 +199,5 @@ def _disk_errors(path: Path, tensor: Callable[[], str] | None = None) -> Iterato
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__
         reason = cause.strerror if isinstance(cause, OSError) else str(error)
-        during = f" while {tensor()} was written" if tensor else ""
-        raise CheckFailed(f"{path}: {reason}{during}; make room and run the same command again to continue") from error
+        during = f" while writing {tensor()}" if tensor else ""
+        raise CheckFailed(f"{path}: {reason}{during}; fix this and run the same command again to resume") from error

@@ -67,5 +67,5 @@ def differences(folder: Path, expected: Sums) -> list[str]:
         elif (size := (folder / name).stat().st_size) != entry["bytes"]:
             wrong.append(f"{name} has {size} bytes instead of {entry['bytes']}")
         elif sums(folder, [name])[name] != entry:
-            wrong.append(f"{name} is not what was written (checksum)")
+            wrong.append(f"{name} does not match its checksum")
     return wrong

@@ -54,12 +54,12 @@ class HfFolder:
             tensor = self.tensors.get(name)
             if tensor is None:
                 file = index if index.is_file() else self.folder / "model.safetensors"
-                raise ValueError(f"{file} has no tensor {name}, which its config.json asks for; copy the folder again")
+                raise ValueError(f"{file} has no tensor {name}, which config.json requires; copy the folder again")
             if tensor.shape != shape:
-                raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, its config.json asks for {shape}")
+                raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, but config.json requires {shape}")
         for name, tensor in self.tensors.items():
             if name not in shapes and name not in ignored:
-                raise ValueError(f"{tensor.file}: {name} is no tensor of the model that its config.json describes")
+                raise ValueError(f"{tensor.file}: {name} is not a tensor of the model that config.json describes")
 
     def dtype(self, name: str) -> torch.dtype:
         return DTYPES[self.tensors[name].dtype]
@@ -70,7 +70,7 @@ class HfFolder:
         Raises ValueError if the folder lacks the tensor or it is smaller.
         """
         if box.name not in self.tensors:
-            raise ValueError(f"{self.folder} has no tensor {box.name}; give a folder with all its *.safetensors files")
+            raise ValueError(f"{self.folder} has no tensor {box.name}; use a folder with all *.safetensors files")
         for block in row_blocks(box, parameter.itemsize):
             self._read(block, view(parameter, block))
 
@@ -80,7 +80,7 @@ class HfFolder:
         start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
             least = tuple(first + n for first, n in zip(start, shape, strict=True))
-            raise ValueError(f"{tensor.file}: {box.name} has shape {full}, its config.json asks for at least {least}")
+            raise ValueError(f"{tensor.file}: {box.name} has shape {full}, but config.json requires at least {least}")
         lead = lead_axis(shape)
         rows, dtype = (*shape[lead : lead + 1], *full[lead + 1 :]), self.dtype(box.name)
         is_direct = shape[lead:] == rows and target.is_contiguous() and target.is_cpu and target.dtype == dtype
@@ -90,7 +90,7 @@ class HfFolder:
         while memory:
             count = os.preadv(self._handles[tensor.file], [memory], offset)
             if not count:
-                raise ValueError(f"{tensor.file} ends within {box.name}: it was cut off while being read")
+                raise ValueError(f"{tensor.file} ends within {box.name}: it was truncated while being read")
             memory, offset = memory[count:], offset + count
         if not is_direct:
             inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
@@ -121,7 +121,7 @@ class HfFile:
         start, shape = _without_pairs(box, len(full))
         elements = view(parameter, box)
         assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
-            f"{box} is scattered over a tensor of {full}"
+            f"{box} is not contiguous in a tensor of shape {full}"
         )
         offset = self._offsets[box.name] + _position(start, full) * elements.itemsize
         self._write(_bytes_of(elements.contiguous()), self._data + offset)
@@ -146,7 +146,7 @@ def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> Source:
             if folder.dtype(name) != folder.dtype(first):
                 raise ValueError(
                     f"{name} is {folder.dtype(name)} and {first} {folder.dtype(first)}, but Megatron stores both in "
-                    f"{boxes[0].name}; convert them to one dtype"
+                    f"{boxes[0].name}; convert them to the same dtype"
                 )
     return Source(conversion_map, conversion_map.hf_slices, folder)
 

@@ -167,7 +167,7 @@ class Checkpoints:
             return None
         if resume != "auto":
             if wrong := _wrong(Path(resume)):
-                raise ValueError(f"checkpoint.resume={resume} is incomplete: {wrong}; name another, or auto")
+                raise ValueError(f"checkpoint.resume={resume} is incomplete: {wrong}; use another one, or auto")
             return Path(resume)
         skipped = []
         for step in reversed(_from_rank_0(files.steps(self.folder))):
@@ -176,7 +176,7 @@ class Checkpoints:
                 return folder
             skipped.append(f"{folder.name}: {wrong}")
             if dist.get_rank() == 0:
-                self.say(f"megarl: checkpoint {folder} is skipped: {wrong}")
+                self.say(f"megarl: skipping checkpoint {folder}: {wrong}")
         if skipped:
             raise ValueError(
                 f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); restore or remove them, or start "

@@ -59,7 +59,7 @@ def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
         try:
             loaded: Any = dist_checkpointing.load(sharded, str(folder))
         except Exception as error:  # Megatron and torch raise a different class for each failure
-            raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it another model's?") from error
+            raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it of another model?") from error
         tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
         for name, tensor in tensors.items():
             if name in loaded:
@@ -113,10 +113,10 @@ class MegatronFolder:
         metadata = self._folder / ".metadata"
         for key, shape in stored.shapes.items():
             if key not in self.tensors:
-                raise ValueError(f"{metadata} has no tensor {key}; is it another model's checkpoint?")
+                raise ValueError(f"{metadata} has no tensor {key}; is it a checkpoint of another model?")
             size, chunks = tuple(self.tensors[key].size), self.tensors[key].chunks
             if size != shape and not (key in stored.padded and size[1:] == shape[1:]):
-                raise ValueError(f"{metadata}: {key} has shape {size}, config.json asks for {shape}")
+                raise ValueError(f"{metadata}: {key} has shape {size}, but config.json requires {shape}")
             if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
                 raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {size}")
         for key in self.tensors:
@@ -127,8 +127,8 @@ class MegatronFolder:
             size = sizes.get(place.relative_path, 0)
             if index.fqn in stored.shapes and size < place.offset + place.length:
                 raise ValueError(
-                    f"{self._folder / place.relative_path} has {size} bytes, {index.fqn} at {tuple(index.offset)} "
-                    f"ends at {place.offset + place.length}: the file is cut off or missing"
+                    f"{self._folder / place.relative_path} has {size} bytes, but {index.fqn} at {tuple(index.offset)} "
+                    f"ends at byte {place.offset + place.length}: the file is truncated or missing"
                 )
         num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
         for key, whole in ((key, self.tensors[key]) for key in num_stacked):

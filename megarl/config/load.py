@@ -53,7 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not file.is_file():
         near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
         hint = (
-            f"did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else "give a YAML file"
+            f"did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else "pass a YAML file"
         )
         raise FileNotFoundError(f"config {file} does not exist; {hint}")
     values, lines = _read_yaml(file)
@@ -93,7 +93,7 @@ def _origin(key: str, lines: Mapping[str, str]) -> str:
     """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the command line`."""
     while key and key not in lines:
         key = key.rpartition(".")[0]
-    return lines.get(key, "in config")
+    return lines.get(key, "in the config")
 
 
 def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -213,7 +213,7 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing {_origin(key, lines)}; set it{count}"
-    return f"{key}={first['input']!r} {_origin(key, lines)} is refused: {allowed}{count}"
+    return f"{key}={first['input']!r} {_origin(key, lines)} is invalid: {allowed}{count}"
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:

@@ -57,7 +57,7 @@ def hf_config(create: Create) -> dict[str, Any]:
         values |= {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
     values |= family.random_config(values, create.experts, create.moe_intermediate or create.hidden)
     if create.layers <= (dense := values.get("first_k_dense_replace", 0)):
-        remedy = f"family={create.family} needs {dense + 1} or more, because the first has no experts"
+        remedy = f"family={create.family} needs {dense + 1} or more, because the first layer has no experts"
         raise ValueError(f"model.create: layers={create.layers}, but {remedy}")
     return values
 
@@ -74,7 +74,7 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
         sizes = f"hidden={create.hidden} is not divisible by heads={create.heads}"
         raise ValueError(f"model.create: {sizes}; change one, or set head_dim")
     if head_dim % 2:
-        raise ValueError(f"model.create: head_dim={head_dim} is odd, which rotary positions cannot use; make it even")
+        raise ValueError(f"model.create: head_dim={head_dim} is odd, but rotary embeddings need it even; change it")
     if create.heads % create.kv_heads:
         sizes = f"heads={create.heads} is not divisible by kv_heads={create.kv_heads}"
         raise ValueError(f"model.create: {sizes}; change one")
@@ -82,7 +82,7 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
     if family.is_moe != (create.experts > 0):
         moe = ", ".join(name for name, other in supported.items() if other.is_moe)
         remedy = "set model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
-        raise ValueError(f"model.create: family={create.family} with experts={create.experts}; {remedy}")
+        raise ValueError(f"model.create: family={create.family}, but experts={create.experts}; {remedy}")
     if family.is_moe and create.experts_per_token > create.experts:
         sizes = f"experts_per_token={create.experts_per_token} exceeds experts={create.experts}"
         raise ValueError(f"model.create: {sizes}; lower it")

@@ -21,11 +21,11 @@ def check_model(config: Config, shape: ModelShape) -> None:
     _divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     if shape.kv_heads % engine and engine % shape.kv_heads:  # vLLM replicates key-value heads
         raise ValueError(
-            f"kv_heads={shape.kv_heads} and rollout.tensor={engine} do not divide one another; "
+            f"kv_heads={shape.kv_heads} and rollout.tensor={engine}: one must divide the other; "
             f"choose rollout.tensor from the divisors or multiples of {shape.kv_heads}"
         )
     if virtual > 1 and sizes.pipeline == 1:
-        raise ValueError(f"parallel.virtual_pipeline={virtual} splits stages; set it to 1, or pipeline to 2 or more")
+        raise ValueError(f"parallel.virtual_pipeline={virtual} needs pipelining; set it to 1, or pipeline to 2 or more")
     stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual)
     stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))  # raises if a stage would be empty
     if shape.is_moe:
@@ -44,7 +44,7 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     if shape.out_bias and sizes.expert_tensor > 1:  # every rank would add the bias to the sum
         raise ValueError(
             f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have biases, which "
-            "Megatron-Core supports only with 1; set it to 1, and raise parallel.expert"
+            "Megatron-Core supports only with 1; set it to 1, and use parallel.expert instead"
         )
     if expert == 1:
         _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", tensor)
@@ -59,9 +59,9 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
         raise ValueError("norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; set it to true")
     if router.groups > 1 and chosen != 2 * router.groups_per_token:
         raise ValueError(
-            f"num_experts_per_tok={chosen} from topk_group={router.groups_per_token} of n_group={router.groups}: "
-            "Megatron-Core scores a group by its best num_experts_per_tok / topk_group experts, the model by its "
-            "best 2; these must be equal"
+            f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token}, n_group={router.groups}: "
+            "Megatron-Core scores a group by its best num_experts_per_tok / topk_group experts, but the model by its "
+            "best 2; num_experts_per_tok must be 2 * topk_group"
         )
 
 
@@ -83,13 +83,13 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
     for name, size in sizes.items():
         if size % 32:
             raise ValueError(
-                f"{name} = {size} is not a multiple of 32, which vLLM's CPU experts need; change it, or use a GPU"
+                f"{name} = {size} is not a multiple of 32, which vLLM's CPU MoE kernel needs; change it, or use a GPU"
             )
     if shape.latent is not None:
         latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
         if latent != CPU_LATENT:
             raise ValueError(
-                f"kv_lora_rank={latent[0]}, qk_rope_head_dim={latent[1]}, but vLLM's latent attention on CPU supports "
+                f"kv_lora_rank={latent[0]}, qk_rope_head_dim={latent[1]}, but vLLM's MLA on CPU supports "
                 f"only {CPU_LATENT[0]} and {CPU_LATENT[1]}; choose these, or run on a GPU"
             )
     elif shape.head_dim not in CPU_HEAD_DIMS:

@@ -141,7 +141,7 @@ def _check_algorithm(config: Config) -> None:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
         if name in names.NOT_IN_THE_LOOP:
             raise ValueError(
-                f"algorithm.{key}={name} needs {names.NOT_IN_THE_LOOP[name]}, which is not available in this version; "
+                f"algorithm.{key}={name} needs {names.NOT_IN_THE_LOOP[name]}, which this version does not compute; "
                 "choose another"
             )
         if isinstance(known, Mapping):
@@ -164,8 +164,8 @@ def _check_algorithm(config: Config) -> None:
     for key, off in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
         if (value := getattr(config.rollout, key)) not in off:
             raise ValueError(
-                f"rollout.{key}={value} is refused in training: it truncates the distribution that the engine samples "
-                f"from, and the trainer computes log-probs over the whole vocabulary; set it to {off[0]}"
+                f"rollout.{key}={value} is not supported in training: it truncates the distribution that the engine "
+                f"samples from, but the trainer computes log-probs over the whole vocabulary; set it to {off[0]}"
             )
 
 
@@ -183,7 +183,7 @@ def _check_objective(config: Config) -> None:
             raise ValueError(f"algorithm.loss_options.{key} is a key of `algorithm` itself; write algorithm.{key}")
     if algorithm.use_rollout_logprobs and algorithm.correction != "none":
         raise ValueError(
-            "algorithm.use_rollout_logprobs=true includes the engine's difference in the loss's ratio, and "
+            "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in the loss's ratio, so "
             f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
     has_steps, has_kl_reward = algorithm.advantage == "grpo_process", kl.where == "reward" and kl.coef > 0
@@ -194,13 +194,13 @@ def _check_objective(config: Config) -> None:
         )
     if has_steps and has_kl_reward:
         raise ValueError(
-            "algorithm.advantage=grpo_process reads rewards only at the ends of steps, and would ignore most of the KL "
+            "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would ignore most of the KL "
             "that kl.where=reward adds to every token; set kl.where=loss"
         )
     if kl.target is not None and kl.coef == 0:
-        raise ValueError(f"algorithm.kl.target={kl.target} adapts kl.coef=0, which would stay 0; set kl.coef")
+        raise ValueError(f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; set kl.coef")
     if kl.importance_weighted and kl.where == "reward":
-        raise ValueError("algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or false")
+        raise ValueError("algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or unset it")
     if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted:
         raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
     if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
@@ -237,7 +237,7 @@ def _check_train(config: Config, gpus: int) -> None:
     if train.updates_per_step > train.prompts_per_step:
         raise ValueError(
             f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
-            "and the samples of a prompt share an update; lower it"
+            "but the samples of a prompt must share an update; lower it"
         )
     if train.optimizer_cpu_offload and not gpus:
         raise ValueError("train.optimizer_cpu_offload=true needs a GPU; remove it")
@@ -261,12 +261,12 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
             "synced, and checkpoints and exported models do not contain them"
         )
     if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
-        yield "algorithm.advantage=grpo_process without the reward `process` has one step per response, and equals grpo"
+        yield "algorithm.advantage=grpo_process without the reward `process` has one step per response: it equals grpo"
     if longest > train.max_tokens_per_microbatch:
         limit = f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch}"
-        yield f"a row of up to {longest} tokens exceeds {limit}, forms its own micro-batch and may need more memory"
+        yield f"rows of up to {longest} tokens exceed {limit}: each forms its own micro-batch and may need more memory"
     per_update = rows // train.updates_per_step
     if per_update < layout.dp.size:
         yield f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will be idle"
     if train.warmup_steps >= train.steps > 0:
-        yield f"train.warmup_steps={train.warmup_steps} covers all {train.steps} steps: lr is never reached"
+        yield f"train.warmup_steps={train.warmup_steps} covers all {train.steps} steps: train.lr is never reached"

@@ -33,8 +33,8 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
     for prompt in prompts:
         if prompt.answer is None:
             raise ValueError(
-                f"problem {prompt.prompt_id} has no answer ({prompt.text[:40]!r}), and stage: sft learns from answers; "
-                "give each row of the task an answer"
+                f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft trains on answers; "
+                "add an answer to every row of the task"
             )
         tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(prompt.answer)])
         rows.append((tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)))

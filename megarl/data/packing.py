@@ -72,7 +72,7 @@ def plan_rows(
     `multiple`, some of them empty if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
     """
     if max_tokens < 1:
-        raise ValueError(f"max_tokens_per_microbatch={max_tokens}; give a positive number of tokens")
+        raise ValueError(f"max_tokens_per_microbatch={max_tokens} is not positive; set it to 1 or more")
     all_rows = range(len(lengths))
     row_units, row_groups = units or all_rows, groups or all_rows
     rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]

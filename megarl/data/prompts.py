@@ -51,7 +51,7 @@ class PromptStream:
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
             if self.skipped == 1:
-                log.warning("a prompt of %d tokens exceeds %d and is skipped", len(tokens), self.max_tokens)
+                log.warning("skipped a prompt of %d tokens; prompts must have 1 to %d", len(tokens), self.max_tokens)
             if skips == min(MAX_SKIPS, self.source.size or MAX_SKIPS):
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "

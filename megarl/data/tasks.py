@@ -61,7 +61,7 @@ def load_task(task: Task, split: Split = "train") -> Source:
             f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, or package.module:function"
         )
     if source.size == 0:
-        raise ValueError(f"task.name={task.name!r} has no {split} problem; a dataset needs at least one")
+        raise ValueError(f"task.name={task.name!r} has no {split} problems; add at least one")
     if split == "eval" or task.size is None:
         return source
     return Source(source.problem, task.size if source.size is None else min(task.size, source.size))
@@ -91,7 +91,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         dataset = reasoning_gym.create_dataset(name, **({"seed": 0} | task.options))
     except (TypeError, AssertionError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"task.options={task.options} are refused by reasoning_gym:{name}: {reason}") from None
+        raise ValueError(f"reasoning_gym:{name} rejects task.options={task.options}: {reason}") from None
     num_indices = _num_indices(dataset) if "size" not in task.options else len(dataset)
 
     def problem(index: int) -> Problem:
@@ -101,7 +101,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
                 score = partial(dataset.score_answer, entry=entry)
                 return Problem(entry["question"], _text(entry["answer"]), {"score": score})
         raise ValueError(
-            f"task.name={task.name!r} made no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
+            f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
             f"to hold some out; widen task.options={task.options}"
         )
 
@@ -137,7 +137,7 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
     held_out = task.options.get("eval_file")
     if split == "eval":
         if held_out is None:
-            raise ValueError(f"task.name={task.name!r} has no held-out problems; give task.options.eval_file=FILE")
+            raise ValueError(f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE")
         file = str(held_out)
     problems = _read_jsonl(Path(file))
     if split == "train" and held_out is not None:
@@ -148,7 +148,7 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
 
 def _read_jsonl(file: Path) -> list[Problem]:
     if not file.is_file():
-        raise FileNotFoundError(f"task file {file} does not exist; name a file with one JSON object per line")
+        raise FileNotFoundError(f"task file {file} does not exist; use a file with one JSON object per line")
     problems = []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -160,7 +160,7 @@ def _read_jsonl(file: Path) -> list[Problem]:
                 raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line") from None
             problems.append(_problem(row, f"{file} line {number}"))
     if not problems:
-        raise ValueError(f"{file} has no problem; write one JSON object per line, such as {_EXAMPLE}")
+        raise ValueError(f"{file} has no problems; write one JSON object per line, such as {_EXAMPLE}")
     return problems
 
 
@@ -171,7 +171,7 @@ def _user_function(task: Task, split: Split) -> Source:
         rows = function(split=split, **task.options)
     except (TypeError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"task.options={task.options} are refused by {task.name}: {reason}; change them") from None
+        raise ValueError(f"{task.name} rejects task.options={task.options}: {reason}; change them") from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, such as [{_EXAMPLE}]"
@@ -189,16 +189,16 @@ def _problem(row: Any, where: str) -> Problem:
     keys = [key for key in QUESTION_KEYS if key in row]
     if len(keys) != 1:
         present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"{where} needs one of {', '.join(QUESTION_KEYS)}; it has {present}")
+        raise ValueError(f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}")
     question = row[keys[0]]
     if keys[0] == "messages":
         if not isinstance(question, list) or not question or not all(map(_is_message, question)):
             raise ValueError(
-                f'{where}: messages must be a list of {{"role": ..., "content": ...}}; it is {_short(question)}'
+                f'{where}: messages must be a list of {{"role": ..., "content": ...}}, not {_short(question)}'
             )
         question = tuple(question)
     elif not isinstance(question, str) or not question:
-        raise ValueError(f"{where}: {keys[0]} must be text; it is {_short(question)}")
+        raise ValueError(f"{where}: {keys[0]} must be text, not {_short(question)}")
     extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
     return Problem(question, _text(row.get("answer")), extra)
 

@@ -82,9 +82,7 @@ class TokenIds:
 
     def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
         if template == "chat" or not isinstance(question, str):
-            raise ValueError(
-                "the model has no tokenizer, so no chat template; use task.template: plain and text prompts"
-            )
+            raise ValueError("without a tokenizer there is no chat template; use task.template: plain and text prompts")
         return self._parse(question)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
@@ -97,8 +95,8 @@ class TokenIds:
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab:
                 raise ValueError(
-                    f"the model has no tokenizer, so a text is token ids 0..{self.vocab - 1} separated by spaces; "
-                    f"{word!r} is none. Give the model a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
+                    f"the model has no tokenizer, so text must be token ids 0..{self.vocab - 1} separated by spaces, "
+                    f"not {word!r}; use a model with a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
                 )
         return tuple(map(int, text.split()))
 

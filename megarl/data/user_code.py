@@ -20,7 +20,7 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
     """
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
-        raise ValueError(f"{setting}={path!r} is not a function's path; write package.module:function")
+        raise ValueError(f"{setting}={path!r} is not the path of a function; write package.module:function")
     if str(Path.cwd()) not in sys.path:  # as for console scripts
         sys.path.insert(0, str(Path.cwd()))
     try:

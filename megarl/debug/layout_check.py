@@ -94,8 +94,8 @@ def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) ->
             where = f"layer {number}" + (", or the embedding" if number == 0 else "")
             return f"{where}: hidden states are {float(off.max()):.1e} off (token {int(off.argmax())} of the batch)"
     if not bool((off := (x.logprobs - first.logprobs).abs()).max() <= tolerance * first.logprobs.abs().max()):
-        return f"output head: log-probs are {float(off.max()):.1e} off, hidden states agree"
+        return f"output head: log-probs are {float(off.max()):.1e} off, but hidden states agree"
     for name, value, expected in (("loss", x.loss, first.loss), ("gradient norm", x.grad_norm, first.grad_norm)):
         if not abs(value - expected) <= tolerance * abs(expected):
-            return f"{name}: forward passes agree, so it is the backward pass or how losses are summed"
+            return f"{name}: forward passes agree; check the backward pass and the reduction of losses"
     return ""

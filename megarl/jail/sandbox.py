@@ -67,10 +67,10 @@ class Run:
 def missing_limits() -> dict[str, str]:
     """Returns the limits this machine cannot enforce, with reasons; empty on Linux with Landlock and seccomp."""
     if not sys.platform.startswith("linux"):
-        return {"everything": f"{sys.platform} is not Linux"}
+        return {"all": f"{sys.platform} is not Linux"}
     process = _JailedProcess("", Limits(strict=False), mode="probe")
     process.run(time.monotonic() + START_S)
-    return process.reports[0]["missing"] if process.reports else {"everything": "the jail does not start"}
+    return process.reports[0]["missing"] if process.reports else {"all": "the jail does not start"}
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
@@ -233,7 +233,7 @@ class _JailedProcess:
         if missing is None:
             return Run("sandbox", detail=f"the jail ended with status {status} before its limits were set")
         if missing and self.limits.strict:
-            return Run("sandbox", detail=f"this machine cannot limit {missing}")
+            return Run("sandbox", detail=f"this machine cannot enforce limits: {missing}")
         end = next((report["end"] for report in self.reports if isinstance(report.get("end"), str)), None)
         if violation:
             kind = violation

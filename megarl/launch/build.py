@@ -52,7 +52,7 @@ class Rank:
     @classmethod
     def of(cls, config: Config, env: Env, device: Device, phase: CurrentPhase | None = None) -> Rank:
         """torch.distributed must be initialised."""
-        assert config.model.path is not None, "the launcher made the model"
+        assert config.model.path is not None, "the launcher must set model.path"
         layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
         transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
         shape, tokenizer = read_model(config.model.path), load_tokenizer(config.model.path)
@@ -60,7 +60,7 @@ class Rank:
 
     @property
     def model_folder(self) -> Path:
-        assert self.config.model.path is not None, "the launcher made the model"
+        assert self.config.model.path is not None, "the launcher must set model.path"
         return Path(self.config.model.path)
 
 

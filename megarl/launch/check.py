@@ -55,7 +55,7 @@ def check_layouts_of(
     if code != DONE:
         return code
     rows = json.loads((folder / "check.json").read_text())
-    print(f"{world} ranks, one update, {config.train.dtype}; each compared with {rows[0]['layout']}")
+    print(f"{world} ranks, one update, {config.train.dtype}; each layout compared with {rows[0]['layout']}")
     for row in rows:
         print(
             f"{row['layout']:<14} loss {row['loss']:<12.7g} gradient norm {row['grad_norm']:<12.7g} "

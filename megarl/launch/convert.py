@@ -63,13 +63,13 @@ def run_convert(
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(conversion_map, opened, source, made, origin, identity, progress).run(target)
     seconds = time.perf_counter() - began
-    resumed = f", {done.resumed / 1e9:.2f} GB of it by an interrupted run" if done.resumed else ""
+    resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
     absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
-    without = "; without layers of multi-token prediction, which config.json counts and the source lacks"
+    without = "; without multi-token prediction layers, which config.json lists but the source lacks"
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
-        f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back has the source's checksum "
-        f"(checksums.megarl lists them){without if absent else ''}"
+        f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back matches its source checksum "
+        f"(see checksums.megarl){without if absent else ''}"
     )
 
 
@@ -83,7 +83,7 @@ def _return_freed_memory() -> None:
 def _origin(source: Path, config: Path | None) -> Path:
     """Returns the folder of config.json and the tokenizer: `config`, the source, or a training run's initial model."""
     if not source.is_dir():
-        raise FileNotFoundError(f"{source} is not a directory; name a Hugging Face model or a Megatron checkpoint")
+        raise FileNotFoundError(f"{source} is not a directory; pass a Hugging Face model or a Megatron checkpoint")
     if config is not None or (source / "config.json").is_file():
         return config or source
     run = source.parent.parent / "config.yaml"  # runs/<name>/checkpoints/step_<n>
@@ -91,20 +91,20 @@ def _origin(source: Path, config: Path | None) -> Path:
         path = (yaml.safe_load(run.read_text()).get("model") or {}).get("path")
         if path and (Path(path) / "config.json").is_file():
             return Path(path)
-    raise ValueError(f"{source} has no config.json; name the folder of its Hugging Face model with --config DIR")
+    raise ValueError(f"{source} has no config.json; pass the folder of its Hugging Face model with --config DIR")
 
 
 def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
     if to == "hf":
         if sizes != Parallel():
-            raise ValueError(f"--to hf writes whole tensors: {sizes} has no meaning there; leave the sizes out")
+            raise ValueError(f"--to hf writes whole tensors, so {sizes} does not apply; remove --tp, --pp and --ep")
         return
     if shape.kv_heads % sizes.tensor:
         raise ValueError(
             f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; choose another"
         )
     if sizes.pipeline > shape.layers:
-        raise ValueError(f"--pp {sizes.pipeline} is more than the model's {shape.layers} layers; choose fewer")
+        raise ValueError(f"--pp {sizes.pipeline} exceeds the model's {shape.layers} layers; lower it")
     if shape.experts % sizes.expert if shape.experts else sizes.expert > 1:
         raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
 

@@ -29,7 +29,7 @@ def describe(config: Config, job: Job) -> str:
     per_update = job.rows // train.updates_per_step
     samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage == "rl" else ""
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
-    engine = f"; vLLM: {job.replicas} replicas of {config.rollout.tensor}" if config.stage == "rl" else ""
+    engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage == "rl" else ""
     lines = [
         resolved_yaml(config).rstrip(),
         "",
@@ -38,7 +38,7 @@ def describe(config: Config, job: Job) -> str:
         f"processes  {job.world} on {device}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most {job.longest_row} tokens; "
         f"{train.updates_per_step} updates of {per_update} rows, "
-        f"micro-batches of {train.max_tokens_per_microbatch} tokens",
+        f"micro-batches of at most {train.max_tokens_per_microbatch} tokens",
         f"run        {train.steps} steps -> {run_dir(config)}",
     ]
     return "\n".join(lines)

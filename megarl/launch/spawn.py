@@ -142,7 +142,7 @@ class _Ranks:
         rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences
             name = signal.Signals(-status).name
-            hint = "; out of memory? use fewer or smaller ranks" if name == "SIGKILL" else ""
+            hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
         if failure := exit_codes.first_failure(self.folder):
             return failure
@@ -198,5 +198,5 @@ def _message(failure: Failure, folder: Path, left_running: list[int]) -> str:
     lines = [message, failure.traceback.rstrip(), f"full log: {log}"]
     if left_running:
         ranks = ", ".join(map(str, left_running))
-        lines.append(f"still running: rank {ranks}; the end of its log shows where it was waiting")
+        lines.append(f"still running: rank {ranks}; the end of each rank's log shows where it was waiting")
     return "\n".join(line for line in lines if line)

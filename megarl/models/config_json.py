@@ -32,14 +32,14 @@ class ConfigReader:
             key = alias
         value = self._get(key, default)
         if type(value) is not int or value < 1:
-            raise self._refused(key, value, "a whole number of at least 1")
+            raise self._refused(key, value, "an integer of at least 1")
         return value
 
     def count(self, key: str, default: int | None = 0) -> int:
         if (value := self._get(key, default)) is None:
             return 0
         if type(value) is not int or value < 0:
-            raise self._refused(key, value, "a whole number, or null")
+            raise self._refused(key, value, "a non-negative integer, or null")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -55,7 +55,7 @@ class ConfigReader:
         value = self._get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(token) is int and token >= 0 for token in ids):
-            raise self._refused(key, value, "a token's id, or a list of them")
+            raise self._refused(key, value, "a token id, or a list of token ids")
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
@@ -67,7 +67,7 @@ class ConfigReader:
     def only_unquantised(self) -> None:
         if quantised := self.raw.get("quantization_config"):
             shown = json.dumps(quantised)[:80]
-            raise self.error(f"quantization_config={shown} is not supported; use a bf16 copy without this key")
+            raise self.error(f"quantization_config={shown} is not supported; use a bf16 copy of the model")
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
@@ -117,7 +117,7 @@ class ConfigReader:
         return default if (value := self.raw.get(key)) is None else value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
-        return self.error(f"{key}={json.dumps(value)} is refused; it must be {wanted}")
+        return self.error(f"{key}={json.dumps(value)} is invalid; it must be {wanted}")
 
 
 def read_decoder(

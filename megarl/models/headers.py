@@ -54,7 +54,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
     for file in files:
         if not (folder / file).is_file():
             first = next(name for name, listed in names.items() if listed == file)
-            raise ValueError(f"{folder / file}, which has {first}, is missing; copy the folder again")
+            raise ValueError(f"{folder / file}, which should contain {first}, is missing; copy the folder again")
         tensors |= _read_header(folder / file)
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
@@ -81,7 +81,7 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
     for name, (end, expected) in sorted(ends.items(), key=lambda item: item[1]):
         if end != expected:
             shape = tensors[name].shape
-            raise ValueError(f"{file}: {name} of shape {shape} ends at {end}, not {expected}; copy it again")
+            raise ValueError(f"{file}: {name} of shape {shape} ends at byte {end}, not {expected}; copy it again")
         if end > size:
-            raise ValueError(f"{file} has {size} bytes, {name} ends at {end}: the file is truncated; copy it again")
+            raise ValueError(f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again")
     return tensors

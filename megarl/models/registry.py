@@ -65,7 +65,7 @@ def megatron_table(shape: ModelShape, *, spec: LayerSpec, padded_vocab: int) -> 
     if shape.bridge is not None:
         raise ValueError(
             f"{shape.family} has no table: Megatron-Bridge lays out its weights when a run builds the model, so it can "
-            "be trained and synced, but neither planned nor converted"
+            "be trained and synced, but `megarl plan` and `megarl convert` do not support it"
         )
     return FAMILIES[shape.family].table(shape, spec, padded_vocab)
 

@@ -333,7 +333,7 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
         end = tuple(start + size for start, size in zip(part.start, part.shape, strict=True))
         return (
             f"the engine's {actor} {part.name} {part.start} to {end} at element {part.offset} of {part.param}, "
-            f"the {other}"
+            f"but the {other}"
         )
     return None
 

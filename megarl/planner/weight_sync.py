@@ -127,12 +127,12 @@ def describe_weights(figures: Mapping[str, Any]) -> str:
     """The figures as text for the terminal."""
     trainer, engine = figures["trainer"], figures["engine"]
     gb = {name: value / 1e9 for name, value in figures.items() if isinstance(value, int)}
-    where = "on GPUs of their own" if figures["topology"] == "split" else "on the same GPUs"
+    where = "on separate GPUs" if figures["topology"] == "split" else "on the same GPUs"
     expert = f" ep{engine['expert']}" if engine["expert"] > 1 else ""
     floor = f"{figures['predicted_over_floor']:.2f}x the floor of {figures['floor_seconds']:.3f} s"
     memory = f"{gb['peak_extra_bytes']:.2f} GB (largest message {gb['largest_message_bytes']:.2f})"
     if figures["staged_bytes"]:
-        memory += f"; and {gb['staged_bytes']:.2f} GB staged, on device or host"
+        memory += f", plus {gb['staged_bytes']:.2f} GB staged on device or host"
     lines = {
         "time on the wire": f"{figures['predicted_seconds']:.3f} s, {floor}",
         "busiest link": f"{figures['busiest_link_over_mean']:.3f}x the mean",
@@ -143,10 +143,10 @@ def describe_weights(figures: Mapping[str, Any]) -> str:
         "planned in": f"{figures['plan_seconds']:.1f} s",
     }
     stages, sent = np.array(figures["stage_of_rank"]), np.array(figures["bytes_out_of_trainer_rank"])
-    by_rank = {f"out, stage {stage}": sent[stages == stage] for stage in np.unique(stages)}
-    for name, sizes in (by_rank | {"in, engine rank": np.array(figures["bytes_in_of_engine_rank"])}).items():
+    by_rank = {f"sent by stage {stage}": sent[stages == stage] for stage in np.unique(stages)}
+    for name, sizes in (by_rank | {"received by engines": np.array(figures["bytes_in_of_engine_rank"])}).items():
         low, mean, high = (f"{size / 1e9:,.3f}" for size in (sizes.min(), sizes.mean(), sizes.max()))
-        lines[name] = f"{low} to {high} GB on each of {len(sizes)} ranks, mean {mean}"
+        lines[name] = f"{low} to {high} GB per rank ({len(sizes)} ranks), mean {mean}"
     head = (
         f"{figures['model']}, {gb['model_bytes']:,.0f} GB: Megatron {trainer['layout']} on {trainer['gpus']} GPUs -> "
         f"vLLM {engine['replicas']} x tp{engine['tensor']}{expert} {where}; {figures['gpu'].upper()} nodes of "

@@ -54,7 +54,7 @@ class Env:
             try:
                 return int(text)
             except ValueError:
-                raise ValueError(f"environment variable {name}={text!r} is not a number; start with torchrun") from None
+                raise ValueError(f"environment variable {name}={text!r} is not an integer; use torchrun") from None
 
         world_size, port = number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
         # torchrun's run id, or otherwise the port, distinguishes jobs on one host

@@ -195,7 +195,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_stream", _Stream, "waits for side streams", _ALL),
     Patch("torch.cuda.default_stream", _Stream, "as above", _ALL),
     Patch("torch.cuda.synchronize", _nothing, "waits for the GPU", _ALL),
-    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "asks whether a CUDA graph records", "0.19.2"),
+    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "checks for CUDA graph capture", "0.19.2"),
     Patch("torch.cuda.empty_cache", _nothing, "frees cached blocks", _ALL),
     Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory", _ALL),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),

@@ -32,7 +32,7 @@ def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeou
     """
     names = [reward.name for reward in rewards]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"rewards: name={twice!r} is given twice; add the weights, or wrap one in a function of yours")
+        raise ValueError(f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function")
     return [_make_reward(reward, decode, timeout_s) for reward in rewards]
 
 
@@ -49,5 +49,5 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         score = FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
         return BatchReward(name, reward.weight, score)
     near = get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}; or write package.module:function"
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}, or write package.module:function"
     raise ValueError(f"rewards: name={name!r} is unknown; {hint}")

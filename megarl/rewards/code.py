@@ -45,12 +45,12 @@ def make_code(reward: Reward) -> BatchReward:
     reasons = ", ".join(f"{limit}: {reason}" for limit, reason in missing.items())
     if missing and options.sandbox == "strict":
         raise ValueError(
-            f"rewards: name='code' runs generated code, and this machine cannot limit {reasons}; use a Linux kernel "
+            f"rewards: name='code' runs generated code, but this machine cannot enforce limits: {reasons}; use Linux "
             ">= 5.13 with Landlock and seccomp (in a container: allow landlock_create_ruleset), or set "
             "options.sandbox: best_effort if nothing else runs on the machine"
         )
     if missing:
-        log.warning("rewards: name='code' runs generated code that this machine cannot limit: %s", reasons)
+        log.warning("rewards: name='code' runs generated code, but this machine cannot enforce limits: %s", reasons)
     limits = Limits(
         time_s=options.time_s,
         memory_bytes=options.memory_mb << 20,

@@ -59,12 +59,12 @@ def read_tests(raw: Any, name: str | None = None) -> list[ProgramTest | CallTest
         name = raw.get("fn_name") or name if "fn_name" in raw else None
         inputs, outputs = raw["inputs"], raw["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("inputs and outputs are not lists of one length")
+            raise ValueError("inputs and outputs are not lists of equal length")
         tests = [_pair(argument, result, name) for argument, result in zip(inputs, outputs, strict=True)]
     elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes):
         tests = [test for item in raw for test in _parse_item(item, name)]
     else:
-        raise ValueError(f"{type(raw).__name__} {str(raw)[:60]!r}")
+        raise ValueError(f"unknown format: {type(raw).__name__} {str(raw)[:60]!r}")
     if not tests:
         raise ValueError("there are no tests")
     return tests
@@ -76,9 +76,9 @@ def _parse_item(item: Any, name: str | None) -> list[ProgramTest | CallTest]:
     if isinstance(item, Mapping) and "input" in item and "output" in item:
         function = item.get("fn_name") or (name if item.get("testtype") == "functional" else None)
         if item.get("testtype") == "functional" and not function:
-            raise ValueError("a functional test without fn_name")
+            raise ValueError("a functional test has no fn_name")
         return [_pair(item["input"], item["output"], function)]
-    raise ValueError(f"{type(item).__name__} {str(item)[:60]!r}")
+    raise ValueError(f"unknown format: {type(item).__name__} {str(item)[:60]!r}")
 
 
 def _pair(inputs: Any, expected: Any, name: str | None) -> ProgramTest | CallTest:
@@ -186,7 +186,7 @@ def _inline_tests(body: Sequence[ast.stmt], name: str | None) -> list[ast.stmt]:
             if item.args.args:
                 function = name or _called(body, item.name)
                 if function is None:
-                    raise ValueError(f"{item.name}({item.args.args[0].arg}) without the name of the function to check")
+                    raise ValueError(f"{item.name}({item.args.args[0].arg}) needs fn_name, the function to check")
                 flat += ast.parse(f"{item.args.args[0].arg} = {function}").body
             flat += item.body
         elif _called([item]) not in inlined:

@@ -106,10 +106,10 @@ def parse_options(section: type[Options], reward: Reward) -> Options:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
-            raise ValueError(f"rewards: name={reward.name!r} needs the option {key}; give it a value") from None
+            raise ValueError(f"rewards: name={reward.name!r} needs the option {key}; set it") from None
         allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-        where = f"option {key}={first['input']!r}" if key else "options"
-        raise ValueError(f"rewards: name={reward.name!r}, {where} refused: {allowed}") from None
+        where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
+        raise ValueError(f"rewards: name={reward.name!r}, {where}: {allowed}") from None
 
 
 def unknown_option(reward: str, unknown: str, known: Sequence[str]) -> ValueError:

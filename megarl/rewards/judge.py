@@ -61,7 +61,7 @@ class JudgeOptions(HttpOptions):
         if self.range[0] >= self.range[1]:
             raise ValueError(f"range={list(self.range)} is empty; write [lowest, highest]")
         if (self.parse == "regex") != bool(self.pattern):
-            raise ValueError(f"parse={self.parse!r} with pattern={self.pattern!r}; a pattern goes with parse: regex")
+            raise ValueError(f"parse={self.parse!r}, pattern={self.pattern!r}; pattern and parse: regex go together")
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -100,11 +100,11 @@ def _score(answer: Any, url: str, options: JudgeOptions) -> Score:
     except TimeLimitExceeded as error:
         raise ScoreError("unparsed", f"pattern={options.pattern!r} {error}") from None
     if score is None:
-        raise ScoreError("unparsed", f"the judge wrote {text[-80:]!r}, where parse={options.parse} finds no score")
+        raise ScoreError("unparsed", f"parse={options.parse} finds no score in the judge's reply {text[-80:]!r}")
     low, high = options.range
     value = finite_number(score, url)
     if not low <= value <= high:
-        raise ScoreError("out_of_range", f"the judge gave {score}, not in range={[low, high]}")
+        raise ScoreError("out_of_range", f"the judge's score {score} is outside range={[low, high]}")
     return Score(value)
 
 
@@ -113,7 +113,7 @@ def _completion_text(answer: Any, url: str) -> str:
         text = answer["choices"][0]["message"]["content"]
         if isinstance(text, str):
             return text
-    raise ScoreError("bad_answer", f"{url} answered {str(answer)[:80]!r}, not a chat completion with text")
+    raise ScoreError("bad_answer", f"{url} returned {str(answer)[:80]!r}, not a chat completion with text")
 
 
 def parse_score(text: str, rule: str, *, field: str = "score", pattern: str = "") -> Any:

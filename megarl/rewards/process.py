@@ -50,7 +50,7 @@ class ProcessOptions(HttpOptions):
     @model_validator(mode="after")
     def _consistent(self) -> ProcessOptions:
         if (self.splitter == "regex") != bool(self.pattern):
-            raise ValueError(f"splitter={self.splitter!r} with pattern={self.pattern!r}; a pattern goes with regex")
+            raise ValueError(f"splitter={self.splitter!r}, pattern={self.pattern!r}; pattern and regex go together")
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -107,7 +107,7 @@ class _Process:
         values = [finite_number(score, self.options.scorer) for score in scores]
         ends = token_ends(self.decode, request.tokens, steps)
         if ends is None:
-            raise ScoreError("no_tokens", "the response's tokens do not decode to its text, so its steps have no ends")
+            raise ScoreError("no_tokens", "tokens do not decode to the response's text, so its steps cannot be located")
         return Score(fmean(values) if values else 0.0, steps=tuple(zip(ends, values, strict=True)))
 
 

@@ -116,7 +116,7 @@ class HttpClient:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        out_of_time = ScoreError("timeout", f"{self.url} had not answered all requests after total_s={options.total_s}")
+        out_of_time = ScoreError("timeout", f"{self.url} did not answer all requests within total_s={options.total_s}")
         return [out_of_time if task in late else task.result() for task in tasks]
 
     async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, payload: Any) -> Any:
@@ -139,7 +139,7 @@ class HttpClient:
                 raise ScoreError("timeout", f"{self.url} took longer than timeout_s={options.timeout_s}") from None
             except _Retryable as error:
                 if attempt == options.retries:
-                    raise ScoreError(error.cause, f"{error}, {attempt + 1} times") from None
+                    raise ScoreError(error.cause, f"{error} ({attempt + 1} attempts)") from None
                 pause_s = options.backoff_s * 2**attempt * SystemRandom().uniform(0.5, 1.5)
                 await asyncio.sleep(min(max(pause_s, error.pause_s), MAX_PAUSE_S))
         raise AssertionError
@@ -152,25 +152,25 @@ class HttpClient:
                 status = response.status_code
                 if status == 429 or status >= 500:
                     pause_s = _retry_after(response.headers.get("Retry-After", ""))
-                    raise _Retryable(f"http_{status}", f"{self.url} answered {status}", pause_s)
+                    raise _Retryable(f"http_{status}", f"{self.url} returned HTTP {status}", pause_s)
                 if status != 200:
-                    raise ScoreError(f"http_{status}", f"{self.url} answered {status}")
+                    raise ScoreError(f"http_{status}", f"{self.url} returned HTTP {status}")
                 return await self._read_json(response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _Retryable("no_connection", f"{self.url} cannot be reached ({error})") from None
         except httpx.TransportError as error:
-            raise _Retryable("broken", f"{self.url} broke off the connection ({type(error).__name__})") from None
+            raise _Retryable("broken", f"the connection to {self.url} failed ({type(error).__name__})") from None
 
     async def _read_json(self, response: httpx.Response) -> Any:
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > MAX_BYTES:
-                raise ScoreError("too_large", f"{self.url} answered more than {MAX_BYTES} bytes")
+                raise ScoreError("too_large", f"{self.url} returned more than {MAX_BYTES} bytes")
         try:
             return json.loads(data)
         except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-            raise ScoreError("not_json", f"{self.url} answered {bytes(data[:60])!r}, which is not JSON") from None
+            raise ScoreError("not_json", f"{self.url} returned {bytes(data[:60])!r}, which is not JSON") from None
 
 
 def _retry_after(header: str) -> float:
@@ -212,10 +212,10 @@ def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[s
         return dict.fromkeys(ids, answer)
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
-        detail = f'{url} answered {str(answer)[:60]!r}, not {{"scores": [{{"id": ...}}, ...]}}'
+        detail = f'{url} returned {str(answer)[:60]!r}, not {{"scores": [{{"id": ...}}, ...]}}'
         return dict.fromkeys(ids, ScoreError("bad_answer", detail))
     if unknown := [entry["id"] for entry in entries if entry["id"] not in ids]:
-        detail = f"{url} scored {str(unknown[0])[:60]!r}, which it was not sent"
+        detail = f"{url} scored the id {str(unknown[0])[:60]!r}, which was not in the request"
         return dict.fromkeys(ids, ScoreError("unknown_id", detail))
     values: dict[str, Any] = {}
     for entry in entries:
@@ -223,20 +223,20 @@ def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[s
         if name in values:
             values[name] = ScoreError("duplicate_id", f"{url} scored id {name} more than once")
         elif "error" in entry:
-            values[name] = ScoreError("error", f"{url} could not score it: {str(entry['error'])[:200]}")
+            values[name] = ScoreError("error", f"{url} reported an error: {str(entry['error'])[:200]}")
         else:
             values[name] = entry.get(key)
-    return {name: values.get(name, ScoreError("missing_id", f"{url} left out id {name}")) for name in ids}
+    return {name: values.get(name, ScoreError("missing_id", f"{url} returned no score for id {name}")) for name in ids}
 
 
 def finite_number(value: Any, source: str) -> float:
     """Returns `value` as a float. Raises ScoreError unless it is a finite number, not a boolean or text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ScoreError("not_a_number", f"{source} gave the score {str(value)[:60]!r}, not a number")
+        raise ScoreError("not_a_number", f"{source} returned the score {str(value)[:60]!r}, which is not a number")
     with suppress(OverflowError):  # an integer too large for a float
         if math.isfinite(value):
             return float(value)
-    raise ScoreError("nan", f"{source} gave the score {str(value)[:20]}")
+    raise ScoreError("nan", f"{source} returned the score {str(value)[:20]}")
 
 
 class RemoteOptions(HttpOptions):
@@ -264,4 +264,4 @@ def _check_url(url: str, reward: str) -> None:
     if not valid:
         raise ValueError(f"rewards: name={reward!r}: {url!r} is not the URL of a server; write http://host:port/path")
     if parts.username or parts.password:
-        raise ValueError(f"rewards: name={reward!r}: its URL has a password, which logs would show; use headers_env")
+        raise ValueError(f"rewards: name={reward!r}: the URL has a password, which logs would show; use headers_env")

@@ -59,7 +59,7 @@ class Scorer:
             try:
                 scores[name] = future.result(max(started + total_s - time.monotonic(), 0))
             except TimeoutError:
-                detail = f"had not scored {len(requests)} samples after {total_s:.0f} s"
+                detail = f"did not score {len(requests)} samples within {total_s:.0f} s"
                 scores[name] = [Score(None, "timeout", detail)] * len(requests)
         return [
             self._scored(sample, {reward.name: scores[reward.name][row] for reward in self.rewards})

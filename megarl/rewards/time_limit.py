@@ -144,7 +144,7 @@ def _exchange(worker: Worker, task: bytes, timeout_s: float) -> tuple[str, Any]:
         status = process.wait(START_S)
         if status == -signal.SIGALRM:
             raise TimeLimitExceeded(timeout_s) from None
-        raise ScoreError("error", f"ended its worker process with status {status}") from None
+        raise ScoreError("error", f"its worker process exited with status {status}") from None
 
 
 def serve(descriptor: int) -> None:

@@ -148,8 +148,8 @@ class Engine:
         for request in requests:
             if not 0 < len(request.prompt.tokens) <= limit:
                 raise ValueError(
-                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, the engine accepts "
-                    f"1 to {limit}; drop the prompt or raise rollout.max_prompt_tokens"
+                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, but the engine "
+                    f"accepts 1 to {limit}; drop the prompt or raise rollout.max_prompt_tokens"
                 )
         params = [
             SamplingParams(

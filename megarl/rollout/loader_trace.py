@@ -141,7 +141,7 @@ class _Tracer(TorchDispatchMode):
         _, tensor = self._clones.get(_storage(tensor), (tensor, tensor))
         source = self._sources[_storage(tensor)][0]
         return CheckFailed(
-            f"the engine's loader computes {operation} on {source} instead of copying it: cannot be sent in shards"
+            f"the engine's loader applies {operation} to {source} instead of copying it, so it cannot be sent in shards"
         )
 
     def _copy(self, target: Tensor, value: Tensor) -> None:
@@ -154,10 +154,10 @@ class _Tracer(TorchDispatchMode):
             return
         name, source = self._sources.get(_storage(value), ("", None))
         if source is None or value.shape != target.shape:
-            raise CheckFailed(f"the engine's loader writes {param} from something that is not part of one HF tensor")
+            raise CheckFailed(f"the engine's loader fills {param} with data that is not part of one HF tensor")
         rectangle = _rectangle(source, value, target)
         if rectangle is None:
-            raise CheckFailed(f"the engine's loader takes elements of {name} for {param} that are not a rectangle")
+            raise CheckFailed(f"the engine's loader fills {param} with elements of {name} that form no rectangle")
         start, shape, strides = rectangle
         self.slices.append(ShardSlice(name, start, shape, param, _offset(target, whole), strides))
 
@@ -206,4 +206,4 @@ def _refuse_uncovered(
         covered[fill.where.param] += prod(fill.shape)
     for param, numel in numels.items():
         if covered[param] != numel and module_of(param) not in aliased:
-            raise CheckFailed(f"the engine's loader fills {covered[param]} of {numel} elements of {param}")
+            raise CheckFailed(f"the engine's loader fills only {covered[param]} of {numel} elements of {param}")

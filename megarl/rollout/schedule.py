@@ -59,9 +59,9 @@ class Rollouts:
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
         """Returns `count` groups, or fewer after `max_refills`; each has at least one scored sample.
 
-        `Rollout.counts` counts dropped samples and groups, and scored samples with a remark, by cause. A step without
-        groups is empty and changes nothing. Raises ValueError if no step has had a group yet, CheckFailed after
-        MAX_EMPTY_STEPS empty steps in a row.
+        `Rollout.counts` counts, by cause, dropped samples and groups, and scored samples whose reward names a cause.
+        A step without groups is empty and changes nothing. Raises ValueError if no step has had a group yet,
+        CheckFailed after MAX_EMPTY_STEPS empty steps in a row.
         """
         counts: Counter[str] = Counter()
         generated: list[Group] = []

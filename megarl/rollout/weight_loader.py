@@ -79,7 +79,7 @@ class LayerReceiver:
 
     @torch.no_grad()
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        assert self.state == "writing", f"write in state {self.state}"
+        assert self.state == "writing", f"write() in state {self.state}"
         wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
         for transfer, part in split_message(message, flat):
             module = module_of(transfer.destination.param)
@@ -95,11 +95,11 @@ class LayerReceiver:
 
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
-        assert self.state == "writing", f"seal in state {self.state}"
+        assert self.state == "writing", f"seal() in state {self.state}"
         waiting = {module: left for module, left in self._left.items() if left}
         if waiting:
             shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
-            raise CheckFailed(f"layers still wait for weights: {', '.join(shown)}")
+            raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
@@ -108,11 +108,11 @@ class LayerReceiver:
         return dict(self._loaded)
 
     def positional_checksums(self) -> Tensor:
-        assert self.state == "sealed" and self._sums, f"positional_checksums in state {self.state}"
+        assert self.state == "sealed" and self._sums, f"positional_checksums() in state {self.state}"
         return torch.stack(self._sums)
 
     def finish(self, version: int) -> None:
-        assert self.state == "sealed", f"finish in state {self.state}"
+        assert self.state == "sealed", f"finish() in state {self.state}"
         self.state, self.version = "ready", version
 
     def abort(self) -> None:
@@ -127,7 +127,7 @@ class LayerReceiver:
         module, _, leaf = where.param.rpartition(".")
         parameter = getattr(self._modules[module], leaf)
         if name in self._fp32 and parameter.dtype != torch.float32:
-            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, the trainer in fp32")
+            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but the trainer in fp32")
         return strided_view(parameter, where, shape, self._dtype if name in self._fp32 else parameter.dtype)
 
     def _is_open(self, layer: nn.Module) -> bool:

@@ -21,7 +21,7 @@ Span = tuple[float, float]  # top and bottom
 def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError for a file that is neither .png nor .svg."""
     if file.suffix not in (".png", ".svg"):
-        raise ValueError(f"--figure {file}: a picture is a .png or a .svg; name one")
+        raise ValueError(f"--figure {file} must be a .png or .svg file")
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
     picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
-    label = "bytes a GPU sends (left) and receives (right) in one sync, min to max"
+    label = "bytes sent (left) and received (right) per GPU in one sync, min to max"
     picture.supxlabel(label, color=FAINT, fontsize=9)
     picture.savefig(file, dpi=130)
 

@@ -34,7 +34,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...], str], ...] = (
     ),
     ("response length, tokens", (("length/mean", "mean", BLUE),), "linear"),
     ("loss", (("loss", "loss", BLUE),), "linear"),
-    ("sampled tokens a second", (("tokens_per_second", "tokens/s", BLUE),), "linear"),
+    ("sampled tokens per second", (("tokens_per_second", "tokens/s", BLUE),), "linear"),
 )
 HEADLINE = (
     ("reward/accuracy/mean", "accuracy, sampled", BLUE),
@@ -54,7 +54,7 @@ def write_report(folder: Path) -> Path:
     """
     rows = read_metrics(folder / "metrics.jsonl")
     if not rows:
-        raise FileNotFoundError(f"{folder} has no finished step in metrics.jsonl; give a run directory")
+        raise FileNotFoundError(f"{folder} has no finished step in metrics.jsonl; pass a run directory")
     evaluations = read_metrics(folder / "eval.jsonl")
     with replacing(folder / "report.png") as staging:
         draw(rows, evaluations, folder.name, staging)

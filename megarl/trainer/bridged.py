@@ -73,8 +73,8 @@ class Bridged:
 
         if not AutoBridge.can_handle(str(shape.bridge)):
             raise ValueError(
-                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not know it "
-                "either (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
+                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not support "
+                "it (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
             )
         for module in ("BalancedRouter", "_ReplicatedLinear"):  # modules in layers.py
             AutoMapping.register_module_type(module, "replicated")
@@ -174,7 +174,7 @@ def record(
             mapping = _mapping(registry, chunk, _global(name, chunk, experts), shapes)
             if mapping is None:
                 raise ValueError(
-                    f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is its config.json another model's?"
+                    f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is config.json from another model?"
                 )
             converted = _convert(name, tensor, chunk, bridge, mapping, shapes)
             recorder.add(prefix + name, *converted, padded=name in (EMBEDDING, OUTPUT))
@@ -196,7 +196,7 @@ def _convert(
                 weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, indices)
             except KeyError as error:
                 raise ValueError(
-                    f"{name}: the checkpoint has no tensor {error}; is its config.json another model's?"
+                    f"{name}: the checkpoint has no tensor {error}; is config.json from another model?"
                 ) from None
             index = mapping.hf_to_megatron(weights, module)
             num_missing = len(tensor) - len(index) if is_vocabulary else 0
@@ -204,8 +204,8 @@ def _convert(
                 index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
             if index.shape != tensor.shape:
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}, Megatron-Bridge makes {tuple(index.shape)} of "
-                    f"{' and '.join(indices.first)}; is its config.json another model's?"
+                    f"{name} has shape {tuple(tensor.shape)}, but Megatron-Bridge gives it {tuple(index.shape)} from "
+                    f"{' and '.join(indices.first)}; is config.json from another model?"
                 )
             converted.append(index)
     first, second = converted

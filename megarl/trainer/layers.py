@@ -67,7 +67,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> Tensor:  # [T, H * E]
-        assert packed_seq_params is not None and attention_bias is None, "only packed rows, without a bias"
+        assert packed_seq_params is not None and attention_bias is None, "supports only packed rows without a bias"
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         return attend(query, key, value, lengths, self.context, self._attend)
 

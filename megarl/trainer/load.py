@@ -37,7 +37,7 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
         for part in by_param[name]:
             if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:  # quantised: it needs its scales
                 stored = source.tensors[part.name].dtype
-                raise ValueError(f"{folder}: {part.name} is {stored}, quantised; use a bf16 copy of the model")
+                raise ValueError(f"{folder}: {part.name} is quantised ({stored}); use a bf16 copy of the model")
             source.copy(part, parameter)
 
 
@@ -47,6 +47,6 @@ def _assert_covered(name: str, parameter: Tensor, slices: list[ShardSlice]) -> N
     count = torch.zeros(parameter.shape, dtype=torch.int8, device="cpu")
     for part in slices:
         view(count, part).add_(1)
-    assert count.numel() == 0 or count.max() <= 1, f"{name}: an element comes from two slices"
+    assert count.numel() == 0 or count.max() <= 1, f"{name}: an element is in two slices"
     if not name.endswith(_PADDED):
-        assert count.numel() == 0 or count.min() == 1, f"{name}: an element comes from no slice"
+        assert count.numel() == 0 or count.min() == 1, f"{name}: an element is in no slice"

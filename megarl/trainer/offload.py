@@ -41,7 +41,7 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
         known += ["mla_up_proj"] if settings.multi_latent_attention else []
     if unknown := [module for module in modules if module not in known]:
         raise ValueError(
-            f"train.recompute_modules={list(modules)}: this model has {', '.join(known)}, not {unknown[0]}"
+            f"train.recompute_modules={list(modules)}: {unknown[0]} is unavailable; choose from {', '.join(known)}"
         )
     settings.recompute_granularity, settings.recompute_modules = "selective", list(modules)
 

@@ -72,4 +72,4 @@ def _assert_agrees(layout: Layout) -> None:
     for name, megatron_name in axes.items():
         size, rank = (getattr(parallel_state, f"get_{megatron_name}_{what}")() for what in ("world_size", "rank"))
         axis = getattr(layout, name)
-        assert (size, rank) == (axis.size, axis.rank), f"{name}: Megatron has rank {rank} of {size}, layout {axis}"
+        assert (size, rank) == (axis.size, axis.rank), f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"

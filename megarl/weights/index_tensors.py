@@ -77,13 +77,13 @@ def _moved_elements(
     """Returns the index [n] of each element that was moved, ascending, and its position in `param`."""
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
-        raise ValueError(f"{param}: its conversion from {sources} differs between two runs; {REMEDY}")
+        raise ValueError(f"{param}: two runs of its conversion from {sources} differ; {REMEDY}")
     numbers = first.flatten().long()
     if (numbers != first.flatten()).any() or (_scramble(numbers) != second.flatten()).any():
         raise ValueError(f"{param} is computed from {sources}, not copied; {REMEDY}")
     positions = numbers.nonzero().squeeze(1)
     if positions.numel() != numbers.numel() and not padded:
-        raise ValueError(f"{numbers.numel() - positions.numel()} elements of {param} come from no element of {sources}")
+        raise ValueError(f"{numbers.numel() - positions.numel()} elements of {param} have no source in {sources}")
     numbers, order = numbers[positions].sort()
     positions = positions[order]
     if (numbers.diff() == 0).any():
@@ -97,7 +97,7 @@ def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[
         return []
     first, lengths, step = _runs(index, position, torch.div(index, size[-1], rounding_mode="floor"))
     if first.numel() > MAX_SLICES * max(1, prod(size[:-1])):
-        raise ValueError(f"{param} takes {name} in {first.numel()} parts; {REMEDY}")
+        raise ValueError(f"{param} needs too many slices of {name} ({first.numel()}); {REMEDY}")
     start = torch.stack(torch.unravel_index(index[first], size), 1)  # [slices, dims]
     offset = position[first]
     shape, strides = torch.ones_like(start), torch.zeros_like(start)
@@ -112,7 +112,7 @@ def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[
         start, shape, strides, offset = start[first], shape[first], strides[first], offset[first]
         shape[:, dim], strides[:, dim] = lengths, step
     if len(start) > MAX_SLICES:
-        raise ValueError(f"{param} takes {name} in {len(start)} parts; {REMEDY}")
+        raise ValueError(f"{param} needs too many slices of {name} ({len(start)}); {REMEDY}")
     rows = zip(start.tolist(), shape.tolist(), offset.tolist(), strides.tolist(), strict=True)
     return [ShardSlice(name, tuple(s), tuple(n), param, o, tuple(steps)) for s, n, o, steps in rows]
 
@@ -124,7 +124,7 @@ def _runs(index: Tensor, position: Tensor, group: Tensor) -> tuple[Tensor, Tenso
     gaps = torch.arange(len(steps), device=index.device)
     turns = torch.zeros_like(joined)
     turns[1:] = joined[1:] & joined[:-1] & (steps[1:] != steps[:-1])
-    # a jump changes the step twice, into it and out of it; only the first starts a run: every other one in a row
+    # a jump in position changes the step twice (1, 9, 1); only the first change starts a run, so take every other one
     since = gaps - torch.where(turns, -1, gaps).cummax(0).values if len(gaps) else gaps
     borders = ~joined | (turns & (since % 2 == 1))
     first = torch.cat([gaps.new_zeros(1), borders.nonzero().squeeze(1) + 1])

@@ -63,8 +63,8 @@ class PlacementCheck:
             shown = "; ".join(f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong[:4])
             rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             raise CheckFailed(
-                f"slices of weights lie in the wrong place, though every message arrived as sent: {shown}{rest}; the "
-                "tables of this model's family or the plan are wrong, or replicas of the trainer hold different weights"
+                f"slices of weights are in the wrong place, although every message arrived intact: {shown}{rest}; "
+                "the model family's table or the plan is wrong, or trainer replicas have different weights"
             )
 
     def _checksum(self, part: ShardSlice, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -81,7 +81,7 @@ def transfer_groups(
         for one, other in combinations(senders.get(name, {}), 2):
             if intersect(one, other) is not None:
                 shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
-                raise ValueError(f"{name}: two source rectangles overlap, {shown}")
+                raise ValueError(f"{name}: two source rectangles overlap: {shown}")
         for overlap in _overlaps(name, senders.get(name, {}), rectangles):
             key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
             groups.setdefault(key, []).append(overlap)
@@ -124,7 +124,7 @@ def _overlaps(
         if covered != prod(wanted[1]):
             raise ValueError(
                 f"{name}: the engine keeps {prod(wanted[1])} elements from {wanted[0]} of shape {wanted[1]}, "
-                f"the trainer holds {covered} of them"
+                f"but the trainer holds {covered} of them"
             )
     for ((start, shape), _), (senders, receivers) in regions.items():
         yield Overlap(name, start, shape, dict(sorted(senders.items())), receivers)

@@ -41,7 +41,7 @@ from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_rec
 from megarl.weights.transports import Transport
 
 SPARE_BYTES = 2 << 30  # of device memory, kept free next to staged messages for the layers that are open at the time
-KEEPS = "The engine keeps the version it had"
+KEEPS = "The engine keeps its previous version"
 REFUSES = "The engine refuses prompts until a sync succeeds"
 
 
@@ -135,17 +135,17 @@ def plan_slices(
     sources = [weights.moved_slices(slices) for slices in sources]
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
     destinations = [[as_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
-    _refuse_gaps("the trainer's ranks hold no complete", find_gaps(shapes, sources))
+    _refuse_gaps("the trainer", find_gaps(shapes, sources))
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for first in range(0, len(receivers), ranks_per_replica):
         ranks = receivers[first : first + ranks_per_replica]
         gaps = find_gaps(shapes, [destinations[rank] for rank in ranks])
-        _refuse_gaps(f"the engine on ranks {ranks[0]}..{ranks[-1]} takes no complete", gaps)
+        _refuse_gaps(f"the engine on ranks {ranks[0]}..{ranks[-1]}", gaps)
     sizes = {"itemsize": weights.dtype.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
     try:
         return plan_recorded(sources, destinations, **sizes)
     except ValueError as error:
-        raise CheckFailed(f"no plan moves the weights: {error}") from None
+        raise CheckFailed(f"cannot plan the weight sync: {error}") from None
 
 
 class Publisher:
@@ -180,9 +180,9 @@ class Publisher:
         reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
         mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
         if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(mismatches) if text]:
-            raise CheckFailed(f"{wrong[0]}: this vLLM lays weights out differently from the one megarl is made for")
+            raise CheckFailed(f"{wrong[0]}: this vLLM lays out weights differently from the versions megarl supports")
         if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-            raise CheckFailed(f"ranks {odd} plan other transfers than rank 0: start all ranks with one configuration")
+            raise CheckFailed(f"ranks {odd} have a different plan from rank 0; start all ranks with the same config")
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
         self.placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
 
@@ -190,7 +190,7 @@ class Publisher:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
         began = time.perf_counter()
         with _stating(KEEPS):
-            self.transport.barrier(f"the sync of weights, version {version}")
+            self.transport.barrier(f"the weight sync of version {version}")
             parameters = self._parameters()
             self._agree(self._parameter_fault(parameters) or self._memory_fault())
             staged = self._stage(parameters) if self.is_atomic else None
@@ -238,8 +238,8 @@ class Publisher:
         if free is None or needed <= free:
             return None
         return (
-            f"what {self.ranks_per_node} ranks of a node receive takes {needed / 1e9:.1f} GB of host memory until it "
-            f"is verified, of which {free / 1e9:.1f} GB are free; give the node more, or set sync.atomic=false"
+            f"the {self.ranks_per_node} ranks of a node need {needed / 1e9:.1f} GB of host memory to stage weights, "
+            f"but only {free / 1e9:.1f} GB are free; add memory, or set sync.atomic=false"
         )
 
     def _staging_device(self) -> torch.device:
@@ -280,7 +280,7 @@ class Publisher:
             counts = torch.stack([count for _, count in read_back]).tolist()  # synchronizes the device once
             wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
             if wrong:
-                return f"{len(wrong)} messages read back differently from what was written: {wrong[0]}"
+                return f"{len(wrong)} messages differ when read back after writing: {wrong[0]}"
         return errors[0] if errors else None
 
     def _compare(self, checksums: Tensor) -> None:
@@ -293,8 +293,8 @@ class Publisher:
         texts = self.transport.gather([self.executor.describe(message) for message in mine[:4]])
         shown = [text for of_rank in texts for text in of_rank]
         raise CheckFailed(
-            f"{len(changed)} of {len(sent)} messages were not received as sent: {'; '.join(shown[:4])}; "
-            "if it happens again, suspect the link or the memory of these ranks"
+            f"{len(changed)} of {len(sent)} messages arrived corrupted: {'; '.join(shown[:4])}; "
+            "if this happens again, check the network link and the memory of these ranks"
         )
 
     def _seal(self) -> str | None:
@@ -309,7 +309,7 @@ class Publisher:
         for part in self.receiver.slices:
             kept[part.name] += part.numel
         wrong = sorted(name for name in kept.keys() | loaded.keys() if kept[name] != loaded.get(name, 0))
-        return f"tensors loaded differ from those expected: {', '.join(wrong[:4])}" if wrong else None
+        return f"loaded tensors differ from the expected ones: {', '.join(wrong[:4])}" if wrong else None
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
         sent = self.weights.moved_slices(self.sender.slices) if self.sender else []
@@ -332,9 +332,9 @@ class Publisher:
         rank = max(range(len(diffs)), key=lambda rank: diffs[rank])
         if diffs[rank][0] > probe.max or max(mean for _, mean in diffs) > probe.mean:
             raise CheckFailed(
-                f"after the sync of weights the engine on rank {rank} scores the probe batch {diffs[rank][0]:.3g} "
-                f"(mean {diffs[rank][1]:.3g}) away from the trainer (bounds {probe.max:g}, {probe.mean:g}), though "
-                "every name and byte arrived: the engine repacks or computes something else than the trainer"
+                f"after the weight sync, log-probs of the probe batch on engine rank {rank} differ from the "
+                f"trainer's by {diffs[rank][0]:.3g} (mean {diffs[rank][1]:.3g}; bounds {probe.max:g}, {probe.mean:g}), "
+                "although every byte arrived: the engine repacks weights incorrectly or computes something else"
             )
 
     def _agree(self, problem: str | None) -> None:
@@ -357,4 +357,4 @@ def _stating(outcome: str) -> Iterator[None]:
 def _refuse_gaps(where: str, gaps: Sequence[str]) -> None:
     if gaps:
         rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
-        raise CheckFailed(f"{where} {', '.join(gaps[:4])}{rest}")
+        raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {', '.join(gaps[:4])}{rest}")

@@ -104,16 +104,16 @@ def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
     for rank in request.getfixturevalue(launched):
         faults = rank["faults"]
         for flipped in ("flipped", "flipped, streamed"):  # which message, of which ranks and tensors
-            where = r"were not received as sent: message \d+ of \d+ \(round \d+\), rank \d -> rank \d: (model|lm_head)"
+            where = r"arrived corrupted: message \d+ of \d+ \(round \d+\), rank \d -> rank \d: (model|lm_head)"
             assert re.search(where, faults[flipped]), faults[flipped]
-        assert "The engine keeps the version it had" in faults["flipped"]
+        assert "The engine keeps its previous version" in faults["flipped"]
         assert faults["kept"] and all(faults["kept"]), "the same tokens and log-probs as before"
         assert faults["new version"] and faults["healed"] < BOUND and faults["streamed"] < BOUND
         assert "The engine refuses prompts" in faults["flipped, streamed"]
         assert "model.norm.weight (absent)" in faults["missing tensor"]
         assert re.search(r"rank \d: the engine's .* model.layers.1.self_attn.v_proj.weight \(", faults["table"])
         assert "rank 0: the trainer has no parameter" in faults["missing parameter"]
-        assert "away from the trainer" in faults["probe"]
+        assert "differ from the trainer's by" in faults["probe"]
         for after in ("after flip, streamed", "after missing", "after probe"):
             assert "no verified weights" in faults[after]
         assert faults["recovered"] < BOUND
@@ -126,5 +126,5 @@ def test_the_engine_answers_as_before_when_a_rank_dies_in_the_middle_of_a_sync(t
     assert [process.returncode for process in processes] == [0, 9], "\n".join(text[-2000:] for text in said)
     seen = json.loads((tmp_path / "rank_0.json").read_text())
     assert re.search(r"rank 1 did not .* in flight: message \d+ of \d+ .*rank \d -> rank \d: model", seen["said"]), seen
-    assert "The engine keeps the version it had" in seen["said"]
+    assert "The engine keeps its previous version" in seen["said"]
     assert seen["same"], "version 1, with the log-probs it had"

@@ -86,7 +86,7 @@ def test_no_rank_moves_more_than_a_round_may_hold(ranks, pair):
 
 def test_a_slice_in_the_wrong_place_is_seen_though_every_message_arrived(ranks):
     for seen in ranks:
-        assert "lie in the wrong place" in seen["misrouted"] and "model." in seen["misrouted"], seen["misrouted"]
+        assert "are in the wrong place" in seen["misrouted"] and "model." in seen["misrouted"], seen["misrouted"]
         assert "in the engine on rank " in seen["misrouted"]
         assert seen["after misrouted"] is None
         assert seen["proven"] == 1, "the second sync is not proven again"
@@ -104,20 +104,20 @@ def test_a_fault_of_a_relay_is_named(ranks):
     for seen in ranks:
         report = seen["torn relay"]
         assert "rank 2 -> rank 3 (relayed): model." in report["message"]
-        assert "were not received as sent: message " in report["error"] and report["message"] in report["error"], report
+        assert "arrived corrupted: message " in report["error"] and report["message"] in report["error"], report
         assert report["version"] == 1 and report["old"], "not a byte of the engine has changed"
         assert report["healed"]
 
 
 def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
     for seen in ranks:  # the late one too, when it comes
-        assert "rank 2 of 4 did not come to the sync of weights, version 2" in seen["late"], seen["late"]
+        assert "rank 2 of 4 did not reach the weight sync of version 2" in seen["late"], seen["late"]
         assert seen["after late"] == 1
 
 
 def test_staging_without_the_memory_for_it_is_refused_with_the_remedy(ranks):
     for seen in ranks:
-        assert "rank 1: what 4 ranks of a node receive takes" in seen["no room"], seen["no room"]
+        assert "rank 1: the 4 ranks of a node need" in seen["no room"], seen["no room"]
         assert "sync.atomic=false" in seen["no room"] and seen["after no room"] == 1
 
 
@@ -132,7 +132,7 @@ def test_a_dead_rank_is_named(ranks):
     assert any("rank 3 did not" in seen["dead"] for seen in ranks[:3])
     assert any(re.search(r"rank 3 did not .*; in flight: message .*: model\.", seen["dead"]) for seen in ranks[:3])
     for seen in ranks[:3]:
-        assert "The engine keeps the version it had" in seen["dead"]
+        assert "The engine keeps its previous version" in seen["dead"]
         assert seen["after dead"] == 1 and seen["holds after dead"]
         output = seen["barrier after dead"]
-        assert re.match(r"ranks? [\d, ]*3 of 4 did not come to the sync of weights, version 3", output), output
+        assert re.match(r"ranks? [\d, ]*3 of 4 did not reach the weight sync of version 3", output), output

@@ -37,7 +37,7 @@ class Collective:
         self._store = dist.distributed_c10d.PrefixStore(prefix, store)
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
-        transfers = [(f"rank {peer} did not take", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
+        transfers = [(f"rank {peer} did not accept", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
         transfers += [(f"rank {peer} did not send", dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
         operations = [
             # as bytes, so that gloo and NCCL need not support the dtype
@@ -57,7 +57,7 @@ class Collective:
                 except RuntimeError as error:
                     works.clear()
                     raise CheckFailed(
-                        f"{fault} (waited at most {self._timeout.total_seconds():g} s): {error}; look at that rank's "
+                        f"{fault} (waited up to {self._timeout.total_seconds():g} s): {error}; check that rank's "
                         "log, and raise launch.timeout_s if it is only slow"
                     ) from error
 
@@ -73,14 +73,14 @@ class Collective:
         try:
             self._store.wait([verdict], timeout)
         except dist.DistNetworkError as error:
-            raise CheckFailed(f"rank 0, in whose store ranks meet, is gone before {what}: {error}") from error
+            raise CheckFailed(f"rank 0, which hosts the store, exited before {what}: {error}") from error
         except dist.DistError:
             missing = [rank for rank in range(self.world) if not self._store.check([f"{number}/{rank}"])]
             self._store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
         absent = self._store.get(verdict).decode()
         if absent != "all":
             raise CheckFailed(
-                f"{absent} of {self.world} did not come to {what} within {timeout.total_seconds():g} s; look at "
+                f"{absent} of {self.world} did not reach {what} within {timeout.total_seconds():g} s; check "
                 "that log, and raise launch.timeout_s if it is only slow"
             )
 
@@ -99,6 +99,6 @@ class Collective:
         try:
             collective()
         except RuntimeError as error:
-            what = f"the end of a sync of weights ({' '.join(str(error).split())})"
+            what = f"the end of a weight sync ({' '.join(str(error).split())})"
             self.barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
-            raise CheckFailed(f"a sync of weights failed between ranks that are all there: {error}") from error
+            raise CheckFailed(f"a weight sync failed although all ranks are still running: {error}") from error

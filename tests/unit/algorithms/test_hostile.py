@@ -157,7 +157,7 @@ def test_every_common_option_is_taken_where_it_changes_nothing(name: str) -> Non
 
 def test_groups_of_one_can_be_an_error() -> None:
     at = batch((1.0, 0.0, 1.0, 0.0, 0.0, 1.0))
-    with pytest.raises(ValueError, match="1 groups of one with singleton=error"):
+    with pytest.raises(ValueError, match="singleton=error, but 1 groups have one sample"):
         ADVANTAGES["grpo"](*at, singleton="error")
 
 

@@ -63,7 +63,7 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"rollout": {"tensor": 3}}, {}, ["heads=4", "rollout.tensor=3"]),
         ({"parallel": {"tensor": 2}, "launch": {"processes": 3}}, {}, ["launch.processes=3", "multiple of 2"]),
-        ({"rollout": {"top_p": 0.9}}, {}, ["rollout.top_p=0.9", "refused in training", "1.0"]),
+        ({"rollout": {"top_p": 0.9}}, {}, ["rollout.top_p=0.9", "not supported in training", "1.0"]),
         ({"rollout": {"top_k": 5}}, {}, ["rollout.top_k=5"]),
         ({"rollout": {"min_p": 0.1}}, {}, ["rollout.min_p=0.1"]),
         ({"rollout": {"samples_per_prompt": 1}}, {}, ["samples_per_prompt=1", "grpo", "2 or more"]),
@@ -168,8 +168,8 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 @pytest.mark.parametrize(
     ("family", "values", "parts"),
     [
-        ("qwen3", {"hidden_size": None}, ["hidden_size=null", "whole number of at least 1"]),
-        ("qwen3", {"hidden_size": "big"}, ['hidden_size="big"', "whole number"]),
+        ("qwen3", {"hidden_size": None}, ["hidden_size=null", "integer of at least 1"]),
+        ("qwen3", {"hidden_size": "big"}, ['hidden_size="big"', "an integer"]),
         ("qwen3", {"num_attention_heads": 0}, ["num_attention_heads=0", "at least 1"]),
         ("qwen3", {"num_hidden_layers": -2}, ["num_hidden_layers=-2", "at least 1"]),
         ("qwen3", {"vocab_size": True}, ["vocab_size=true"]),
@@ -177,7 +177,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"rope_parameters": [1]}, ["rope_parameters=[1]", "an object"]),
         ("qwen3", {"rope_parameters": {"rope_theta": -1}}, ["rope_parameters: rope_theta=-1"]),
         ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters has no 'factor'"]),
-        ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token's id"]),
+        ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token id"]),
         ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "set head_dim"]),
         ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
         ("qwen3_moe", MOE | {"num_experts_per_tok": None}, ["num_experts_per_tok=null"]),

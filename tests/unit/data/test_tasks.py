@@ -53,7 +53,7 @@ def test_a_generator_that_is_a_list_wraps_round():
     [
         (Task(name="reasoning_gym:chain_sun"), "did you mean chain_sum"),
         (Task(name="reasoning_gym:chain_sum", options={"terms": 2}), "unexpected keyword argument 'terms'"),
-        (Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}), "are refused"),
+        (Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}), "rejects task.options="),
         (Task(name="sums"), "write reasoning_gym:<name>, jsonl:FILE, or package.module:function"),
         (Task(name="no_such_package:problems"), "cannot be imported (No module named 'no_such_package')"),
         (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
@@ -62,9 +62,9 @@ def test_a_generator_that_is_a_list_wraps_round():
         (Task(name="jsonl:x.jsonl", options={"vocab": 67}), "takes eval_file only; remove vocab"),
         (
             Task(name="megarl.data.tasks:random_tokens"),
-            "task.options={} are refused by megarl.data.tasks:random_tokens",
+            "megarl.data.tasks:random_tokens rejects task.options={}",
         ),
-        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 2}), "task.options={'vocab': 2} are refused"),
+        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 2}), "rejects task.options={'vocab': 2}"),
         (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "x": 1}), "unexpected keyword argument 'x'"),
     ],
 )
@@ -79,9 +79,9 @@ def test_wrong_names_and_options(task, says):
         ([""], "has no problem"),
         (['{"prompt": "a"}', "{oops"], "line 2 is not JSON"),
         (['{"prompt": "a"}', "", "[1, 2]"], "line 3 is a list, not an object"),
-        (['{"text": "a"}'], "line 1 needs one of prompt, question, messages; it has text"),
-        (['{"prompt": "a", "question": "b"}'], "needs one of prompt, question, messages; it has prompt, question"),
-        (['{"prompt": 5}'], "prompt must be text; it is 5"),
+        (['{"text": "a"}'], "line 1 needs exactly one of prompt, question, messages; it has text"),
+        (['{"prompt": "a", "question": "b"}'], "exactly one of prompt, question, messages; it has prompt, question"),
+        (['{"prompt": 5}'], "prompt must be text, not 5"),
         (['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
     ],
 )
@@ -106,7 +106,7 @@ def test_jsonl_rows(tmp_path):
 
 def test_jsonl_holds_out_a_second_file(tmp_path):
     task = write(tmp_path, '{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c"}')
-    with pytest.raises(ValueError, match=re.escape("give task.options.eval_file=FILE")):
+    with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
         check_task(task, held_out=True)
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"prompt": "b"}\n')

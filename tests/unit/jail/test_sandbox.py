@@ -19,7 +19,7 @@ from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
 
-pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"this machine cannot limit {missing_limits()}")
+pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
 
 SECRET = "hunter2-of-the-trainer"
 OUTSIDE = str(Path(__file__).resolve())
@@ -181,7 +181,7 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
     missing = {"files (Landlock)": "Function not implemented"}
     monkeypatch.setattr("megarl.rewards.code.missing_limits", lambda: missing)
     with pytest.raises(
-        ValueError, match=r"cannot limit files \(Landlock\): Function not implemented; use a Linux kernel"
+        ValueError, match=r"cannot enforce limits: files \(Landlock\): Function not implemented; use Linux"
     ):
         make_code(Reward(name="code"))
     reward = make_code(Reward(name="code", options={"sandbox": "best_effort"}))

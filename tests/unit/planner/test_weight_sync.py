@@ -161,7 +161,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     text = (tmp_path / "plan.svg").read_text()
     for label in ("stage 1: 2 x", "replica 2: 2 x", "pp2 ep2 dp2 on 4 GPUs to 3 x tp2"):
         assert label in text, label
-    with pytest.raises(ValueError, match=r"a picture is a \.png or a \.svg"):
+    with pytest.raises(ValueError, match=r"must be a \.png or \.svg file"):
         draw_plan(figures, tmp_path / "plan.gif")
 
 

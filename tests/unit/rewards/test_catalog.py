@@ -16,7 +16,7 @@ JUDGE = {"url": "http://host:8000/v1", "model": "m"}
     ("name", "says"),
     [
         ("acuracy", "did you mean accuracy"),
-        ("zzz", "there are accuracy, format, code, judge, process"),
+        ("zzz", "choose from accuracy, format, code, judge, process"),
         ("proces", "did you mean process"),
         ("ftp://host/score", "is not the URL of a server"),
         ("http://:80/score", "is not the URL of a server"),
@@ -43,7 +43,7 @@ def test_a_name_that_is_not_found(name, says):
         (f"{__name__}:close", {"tolerence": 1.0}, "did you mean tolerance?"),
         (f"{__name__}:close", {"x": 1.0}, "it takes tolerance; remove it"),
         ("http://host/score", {"retry": 1}, "did you mean retries?"),
-        ("http://host/score", {"timeout_s": -1}, "option timeout_s=-1 refused: it should be greater than 0"),
+        ("http://host/score", {"timeout_s": -1}, "option timeout_s=-1 is invalid: it should be greater than 0"),
         ("http://host/score", {"headers_env": {"Authorization": "NO_SUCH_ENV"}}, "NO_SUCH_ENV, which is not set"),
         ("code", {"time": 1}, "did you mean time_s?"),
         ("code", {"sandbox": "none"}, "it should be 'strict' or 'best_effort'"),
@@ -51,12 +51,12 @@ def test_a_name_that_is_not_found(name, says):
         ("judge", {"url": "host", "model": "m"}, "is not the URL of a server"),
         ("judge", {**JUDGE, "modle": "m"}, "did you mean model?"),
         ("judge", {**JUDGE, "template": "Grade {answer}"}, "template lacks {response}"),
-        ("judge", {**JUDGE, "parse": "regex"}, "a pattern goes with parse: regex"),
+        ("judge", {**JUDGE, "parse": "regex"}, "pattern and parse: regex go together"),
         ("judge", {**JUDGE, "parse": "regex", "pattern": "[0-9]"}, "has no group"),
         ("judge", {**JUDGE, "range": [1, 1]}, "is empty"),
         ("process", {"splitter": "newline"}, "needs the option scorer"),
         ("process", {"scorer": "no_such.module:f"}, "cannot be imported"),
-        ("process", {"scorer": f"{__name__}:close", "splitter": "regex"}, "a pattern goes with regex"),
+        ("process", {"scorer": f"{__name__}:close", "splitter": "regex"}, "pattern and regex go together"),
         ("process", {"scorer": f"{__name__}:close", "splitter": "lines"}, "it should be 'paragraph', 'newline'"),
         ("process", {"scorer": f"{__name__}:close", "options": {"toler": 1}}, "did you mean tolerance?"),
     ],
@@ -80,7 +80,7 @@ def anything(**everything):
 
 
 def test_a_reward_named_twice():
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(ValueError, match="listed twice"):
         make_rewards([Reward(name="format"), Reward(name="format", weight=0.5)])
 
 

@@ -112,7 +112,7 @@ def test_no_server_at_all(cases):
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/score"
         scores = remote(url, retries=2)(cases(2))
     assert [(score.value, score.cause) for score in scores] == [(None, "no_connection")] * 2
-    assert "3 times" in scores[0].detail
+    assert "3 attempts" in scores[0].detail
 
 
 ONE = {"id": "0/0", "score": 1.0}

@@ -220,7 +220,7 @@ def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 5
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
-    assert "had not scored 2 samples after 0 s" in caplog.text
+    assert "did not score 2 samples within 0 s" in caplog.text
 
 
 class Breaks(Hangs):

@@ -59,13 +59,13 @@ def test_faults_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"words has shape \(2, 2\)"):
         load_hf(parameters(), BOXES, tmp_path)
     save_file({"words": WORDS.to(torch.float8_e4m3fn), "gate": GATE}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="words is F8_E4M3, quantised"):
+    with pytest.raises(ValueError, match="words is quantised \(F8_E4M3\)"):
         load_hf(parameters(), BOXES, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("boxes", "message"),
-    [(BOXES[:2], "from no slice"), ([*BOXES, BOXES[2]], "from two slices"), (BOXES[:1], "slices and model differ")],
+    [(BOXES[:2], "in no slice"), ([*BOXES, BOXES[2]], "in two slices"), (BOXES[:1], "slices and model differ")],
 )
 def test_boxes_must_cover_each_element_once(tmp_path: Path, boxes: list[ShardSlice], message: str) -> None:
     save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")

@@ -83,11 +83,11 @@ def test_rows_that_alternate_are_as_many_slices() -> None:
         (lambda tensors: (tensors["norm"] + tensors["norm"].roll(2)) / 2, "param is computed from norm"),
         (lambda x: torch.cat([x["q"][:4], x["k"] + x["v"]]), "param is computed from q and k and v"),
         (lambda tensors: tensors["gate"].bfloat16().double(), "param is computed from gate"),
-        (lambda tensors: tensors["gate"].float(), "differs between two runs"),
-        (lambda tensors: tensors["gate"][: 9 + tensors.is_second], "differs between two runs"),
+        (lambda tensors: tensors["gate"].float(), "two runs of its conversion"),
+        (lambda tensors: tensors["gate"][: 9 + tensors.is_second], "two runs of its conversion"),
         (lambda tensors: tensors["gate"].roll(int(tensors.is_second), 0), "param is computed from gate"),
         (lambda tensors: torch.cat([tensors["k"], tensors["k"][:1]]), "param holds an element of k twice"),
-        (lambda tensors: torch.cat([tensors["k"], torch.zeros(1, 6)]), "6 elements of param come from no element of k"),
+        (lambda tensors: torch.cat([tensors["k"], torch.zeros(1, 6)]), "6 elements of param have no source in k"),
     ],
 )
 def test_more_than_a_placement_is_refused(convert: Callable[[IndexTensors], Tensor], message: str) -> None:

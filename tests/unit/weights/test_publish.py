@@ -26,7 +26,7 @@ SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2
 SHAPE = parse_model(hf_config(Create.model_validate(SIZES)), "model.create")
 SHAPES, FLEET = hf_shapes(SHAPE), Fleet(Parallel(), 1, tensor=1, replicas=1, is_split=False)
 PADDED = padded_vocab(SHAPE.vocab, 1)
-KEEPS, REFUSES = "The engine keeps the version it had", "The engine refuses prompts until a sync succeeds"
+KEEPS, REFUSES = "The engine keeps its previous version", "The engine refuses prompts until a sync succeeds"
 
 
 class Engine(Memory):
@@ -159,8 +159,8 @@ def test_before_the_first_write_the_engine_keeps_its_version(fault, message):
     [
         ({"raises": True}, "(round 1), rank 0 -> rank 0: model."),
         ({"raises": True}, "RuntimeError: out of memory"),
-        ({"wrong": 1}, "messages read back differently from what was written: message 1 of"),
-        ({"forgets": "model.norm.weight"}, "tensors loaded differ from those expected: model.norm.weight"),
+        ({"wrong": 1}, "messages differ when read back after writing: message 1 of"),
+        ({"forgets": "model.norm.weight"}, "loaded tensors differ from the expected ones: model.norm.weight"),
     ],
 )
 def test_after_the_first_write_it_has_none_until_a_sync_succeeds(fault, message):
@@ -180,7 +180,7 @@ def test_after_the_first_write_it_has_none_until_a_sync_succeeds(fault, message)
 def test_a_spoilt_memory_is_seen_by_the_placement_check():
     job = Job()
     job.engine.spoil = lambda memory: memory["model.norm.weight"].copy_(memory["model.norm.weight"].flip(0))
-    assert "slices of weights lie in the wrong place" in (refusal := job.refused(1)) and "model.norm.weight" in refusal
+    assert "slices of weights are in the wrong place" in (refusal := job.refused(1)) and "model.norm.weight" in refusal
     assert job.engine.version is None
 
 
@@ -188,17 +188,17 @@ def test_a_probe_that_is_off_is_refused_with_its_distance():
     scores = torch.zeros(2, 3)
     probe = Probe(torch.zeros(2, 4, dtype=torch.long), lambda _: scores, lambda _: scores + 0.5, 0.1, 0.1)
     refusal = Job(probe=probe).refused(1)
-    assert "the engine on rank 0 scores the probe batch 0.5 (mean 0.5) away from the trainer" in refusal
+    assert "probe batch on engine rank 0 differ from the trainer's by 0.5 (mean 0.5;" in refusal
     close = replace(probe, engine=lambda _: scores + 0.05)
     Job(probe=close).publisher.publish(version=1)
     unknown = replace(probe, engine=lambda _: scores * torch.nan)
-    assert "scores the probe batch inf" in Job(probe=unknown).refused(1)
+    assert "differ from the trainer's by inf" in Job(probe=unknown).refused(1)
 
 
 def test_an_engine_that_is_laid_out_differently_from_its_table_is_refused_by_tensor():
     table = slices_of(engine_table(SHAPE), SHAPE, FLEET.engine_layout(0))
     moved = [replace(part, offset=part.offset + (part.name == "model.norm.weight")) for part in table]
     with pytest.raises(
-        CheckFailed, match=r"rank 0: the engine's .* model\.norm\.weight .*lays weights out differently"
+        CheckFailed, match=r"rank 0: the engine's .* model\.norm\.weight .*lays out weights differently"
     ):
         Job(table=moved)
