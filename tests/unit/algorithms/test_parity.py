@@ -53,12 +53,12 @@ def pattern(diff: Tensor) -> Parity:
 @pytest.mark.parametrize(
     ("diff", "is_moe", "words"),
     [
-        (torch.linspace(-1, -0.5, 100), False, "engine assigns more .* temperature 0.7"),
-        (torch.linspace(0.5, 1, 100), False, "engine assigns less .* temperature 0.7"),
-        (torch.linspace(0, 1, 100) * (-1) ** torch.arange(100), False, "cache that outlived a weight sync"),
+        (torch.linspace(-1, -0.5, 100), False, "more probability .* temperature 0.7"),
+        (torch.linspace(0.5, 1, 100), False, "less probability .* temperature 0.7"),
+        (torch.linspace(0, 1, 100) * (-1) ** torch.arange(100), False, "KV cache that was not reset"),
         (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) == 9), True, "routing"),
-        (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) % 50 == 0), False, "lower precision"),
-        ((-1.0) ** torch.arange(100), False, "looks like weights"),
+        (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) % 50 == 0), False, "lower-precision kernels"),
+        ((-1.0) ** torch.arange(100), False, "weights are not the trainer"),
     ],
     ids=["more", "less", "positions", "routing", "kernels", "weights"],
 )
