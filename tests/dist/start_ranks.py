@@ -28,7 +28,7 @@ def start_ranks(program: Path, world: int, *arguments: str) -> list[subprocess.P
     return processes
 
 
-def run_ranks(program: Path, world: int, *arguments: str, timeout_s: float = 420) -> None:
+def run_ranks(program: Path, world: int, *arguments: str, timeout_s: float = 570) -> None:
     """Wait for all ranks; fails with the output of those that failed."""
     processes = start_ranks(program, world, *arguments)
     try:

@@ -87,7 +87,7 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "stopped" / "timeline.json").read_text())
 
     again = start(tmp_path, "killed", "train.steps=1")
-    out, err = again.communicate(timeout=240)
+    out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err
     assert "report.html" in out
     assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 1

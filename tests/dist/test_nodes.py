@@ -43,7 +43,7 @@ def nodes(folder: Path, *overrides: str) -> list[tuple[int, str]]:
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        said = [process.communicate(timeout=240)[0] for process in started]
+        said = [process.communicate(timeout=500)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -40,7 +40,7 @@ EVERY = [*FLEETS, *ON_NODES]
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("transports")
     processes = start_ranks(RANKS, WORLD, str(folder))
-    output = [process.communicate(timeout=150)[0] for process in processes]
+    output = [process.communicate(timeout=400)[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [0, 0, 0, 9], "\n".join(text[-2000:] for text in output)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD)]
