@@ -36,10 +36,7 @@ class _Batch:
     rows: Rows
     groups: Groups  # of the rows
     rewards_T: Tensor  # clean
-
-    @property
-    def scores_N(self) -> Tensor:
-        return self.rows.sum(self.rewards_T.double())
+    scores_N: Tensor  # fp64
 
 
 # Estimators of one advantage per row [N], shared by all of its tokens.
@@ -200,42 +197,52 @@ def _advantages(
     scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in own_options}
     options = {key: x for key, x in options.items() if key in own_options or _NEUTRAL.get(key) != x}
 
-    inputs = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
-    inputs = {key: x for key, x in inputs.items() if key in signature(estimator).parameters}
-    if missing := [key for key, x in inputs.items() if x is None]:
+    given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
+    given = {key: x for key, x in given.items() if key in signature(estimator).parameters}
+    inputs = {key: x for key, x in given.items() if x is not None}
+    if missing := [key for key in given if key not in inputs]:
         raise ValueError(f"advantage={name} needs {missing[0]} [{missing[0][-1]}]; pass it")
 
-    dtype = at_least_fp32(rewards_T.dtype)
+    dtype, per_row = at_least_fp32(rewards_T.dtype), name in _ROW_ESTIMATORS
     limit = torch.finfo(dtype).max / 8
-    batch, inputs = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, limit=limit, **inputs)
+    batch = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, limit=limit, per_row=per_row, inputs=inputs)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
-    advantages = advantages if whiten else advantages.to(dtype)
-    advantages_T = batch.rows.spread(advantages) if name in _ROW_ESTIMATORS else advantages
-    if not whiten:
-        return advantages_T
-    biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
-    return whiten_tokens(advantages_T, batch.rows.mask_T, biased=biased, eps=eps).to(dtype)
+    if whiten:
+        biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
+        # a row's advantage counts once for each of its tokens
+        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T
+        advantages = whiten_tokens(advantages, count, biased=biased, eps=eps)
+    return batch.rows.spread(advantages.to(dtype)) if per_row else advantages.to(dtype)
 
 
 def _clean_batch(
-    rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, group_N: Tensor, *, limit: float, **inputs: Tensor | None
-) -> tuple[_Batch, dict[str, Tensor]]:
-    """The batch and the clean `inputs` of its estimator, on the device of `rewards_T`. Rows that hold a NaN, or whose
-    sums could exceed `limit`, are left out."""
+    rewards_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    group_N: Tensor,
+    *,
+    limit: float,
+    per_row: bool,
+    inputs: dict[str, Tensor],
+) -> _Batch:
+    """The batch on the device of `rewards_T`; cleans `inputs` in place. Rows that hold a NaN, or whose sums could
+    exceed `limit`, are left out."""
     device = rewards_T.device
     rows = Rows.of(mask_T.to(device), cu_seqlens)
-    tensors = {"rewards_T": rewards_T, **{key: x for key, x in inputs.items() if x is not None}}
-    tensors = {key: x.detach().to(device) for key, x in tensors.items()}
-    tensors = {key: clean(x, rows.mask_T) if key.endswith("_T") else x for key, x in tensors.items()}
-    takes_part_N = rows.num_tokens_N > 0
-    for key, x in tensors.items():
+    rewards_T = clean(rewards_T.detach(), rows.mask_T)
+    scores_N = rows.sum(rewards_T.double())
+    takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
+    for key, x in inputs.items():
+        inputs[key] = clean(x.detach().to(device), rows.mask_T) if key.endswith("_T") else x.detach().to(device)
+    # estimators of tokens read sums of parts of a row
+    for key, x in inputs.items() if per_row else {"rewards_T": rewards_T, **inputs}.items():
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
         rows = Rows.of(rows.spread(takes_part_N), cu_seqlens)
-        tensors = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in tensors.items()}
-    groups = Groups.of(group_N.to(device), takes_part_N)
-    return _Batch(rows, groups, tensors.pop("rewards_T")), tensors
+        rewards_T, scores_N = clean(rewards_T, rows.mask_T), clean(scores_N, takes_part_N)
+        inputs |= {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
+    return _Batch(rows, Groups.of(group_N.to(device), takes_part_N), rewards_T, scores_N)
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """`x_T`, half precision as fp32, with exact zeros where `mask_T` is False; their gradient is exactly 0 too."""
     x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T
-    return x_T.masked_fill(~mask_T, 0)
+    return torch.where(mask_T, x_T, x_T.new_zeros(()))
 
 
 @dataclass(frozen=True, slots=True)

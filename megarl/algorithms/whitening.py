@@ -39,13 +39,15 @@ class Stats:
 
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
-    """Statistics of `x_T` over the True positions, in two passes."""
-    x_K = x_T.detach()[mask_T.bool()].double()
+    """Statistics of `x_T` over the True positions, in two passes. An integer mask says how often a value counts."""
+    at_T = mask_T.bool()
+    x_K, count_K = x_T.detach()[at_T].double(), mask_T[at_T].double()
     if not x_K.numel():
         return Stats(0, 0.0, 0.0)
-    mean = float(x_K.mean())
+    n = float(count_K.sum())
+    mean = float(x_K.dot(count_K)) / n
     x_K -= mean
-    return Stats(x_K.numel(), mean, float(x_K.dot(x_K)))
+    return Stats(n, mean, float((x_K * count_K).dot(x_K)))
 
 
 def whiten(
@@ -66,10 +68,10 @@ def whiten(
 
     Values that are all equal, or too large to square, become exactly 0.
     """
-    mask_T, dtype = mask_T.bool(), at_least_fp32(x_T.dtype)
+    dtype = at_least_fp32(x_T.dtype)
     stats = whiten_stats(x_T, mask_T) if stats is None else stats
     variance = stats.variance(biased=biased)
     if variance == 0.0 or not isfinite(variance):
         return torch.zeros_like(x_T, dtype=dtype)
     x_T = (x_T.detach().double() - stats.mean) * (1.0 if center_only else (variance + eps) ** -0.5)
-    return clean(x_T.to(dtype), mask_T)
+    return clean(x_T.to(dtype), mask_T.bool())

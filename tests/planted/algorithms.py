@@ -87,7 +87,7 @@ ALGORITHMS = [
     ),
     (
         "algorithms/whitening.py",
-        "return clean(x_T.to(dtype), mask_T)",
+        "return clean(x_T.to(dtype), mask_T.bool())",
         "return x_T.to(dtype)",
         f"{HOSTILE}::test_any_reward_has_an_advantage",
     ),
