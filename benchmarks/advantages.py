@@ -1,19 +1,20 @@
-"""Advantages from rewards, against verl: the same numbers padded [B, L] on its side, flat [B * L] on ours.
+"""Advantages from rewards, against verl: the same rows as each trainer has them, padded [B, L] or end to end [T].
 
-Rows are half to completely full. The reward is an outcome on the last token ("outcome"), or that minus KL on every
-token ("kl"). verl's trainer passes an int64 mask; a float32 mask is faster and is measured too.
+Rows are half to completely full, so a quarter of verl's positions are padding; outputs on real tokens are compared. The
+reward is an outcome on the last token ("outcome"), or that minus KL on every token ("kl"). verl's trainer passes an
+int64 mask; a float32 mask is faster and is measured too.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.frame import Case, Contender
+from benchmarks.frame import Case, Contender, Outcome
 from benchmarks.peers import verl_core_algos
 from megarl.algorithms import ADVANTAGES
 
@@ -60,18 +61,25 @@ def _batch(rewards: str, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor
     return rewards_BL, mask_BL, torch.arange(rows) // GROUP
 
 
-def ours(name: str, rewards: str, rows: int, length: int) -> Callable[[], np.ndarray]:
+def ours(name: str, rewards: str, rows: int, length: int) -> Callable[[], Outcome]:
     rewards_BL, mask_BL, group_B = _batch(rewards, rows, length)
-    cu_seqlens = torch.arange(rows + 1) * length
-    at = (rewards_BL.flatten(), mask_BL.flatten(), cu_seqlens, group_B)
-    return lambda: ADVANTAGES[name](*at).numpy()
+    rewards_T, lengths_B = rewards_BL[mask_BL], mask_BL.sum(1)
+    at = (rewards_T, torch.ones_like(rewards_T, dtype=torch.bool), torch.cat([lengths_B[:1] * 0, lengths_B.cumsum(0)]))
+    return lambda: _timed(lambda: ADVANTAGES[name](*at, group_B))
 
 
-def verls(name: str, rewards: str, rows: int, length: int, mask: str) -> Callable[[], np.ndarray]:
+def verls(name: str, rewards: str, rows: int, length: int, mask: str) -> Callable[[], Outcome]:
     rewards_BL, mask_BL, group_B = _batch(rewards, rows, length)
     estimate = getattr(verl_core_algos(), VERLS[name])
     typed_mask_BL = mask_BL.to({"int64": torch.int64, "float32": torch.float32}[mask])
     at = {"token_level_rewards": rewards_BL, "response_mask": typed_mask_BL, "config": SimpleNamespace(gamma=1.0)}
     if name != "reinforce_pp":
         at["index"] = group_B.numpy()
-    return lambda: estimate(**at)[0].numpy().reshape(-1)
+    return lambda: _timed(lambda: estimate(**at)[0], mask_BL)
+
+
+def _timed(call: Callable[[], Tensor], mask_BL: Tensor | None = None) -> Outcome:
+    start = time.perf_counter()
+    advantages = call()
+    seconds = time.perf_counter() - start
+    return Outcome((advantages if mask_BL is None else advantages[mask_BL]).numpy(), seconds)
