@@ -69,7 +69,7 @@ MODELS = [
         f"{ENGINE}::test_vocabulary_is_padded_to_64",
     ),
     (
-        "models/engine.py",
+        "models/shards.py",
         "for part in sorted(loaded ^ expected, key=str):",
         "for part in sorted(loaded - expected, key=str):",
         f"{ENGINE}::test_loaders_that_differ_are_named",
