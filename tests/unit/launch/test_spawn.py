@@ -122,7 +122,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, name: str) -> None:
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, _out, err = finish(process)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert (code, err.count("\n")) == (130, 1)
     children = [int(file.read_text()) for file in folder.glob("child_*")]
     assert len(children) == (2 if name == "stubborn" else 0)

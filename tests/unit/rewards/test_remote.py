@@ -155,7 +155,7 @@ def test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again(served, 
 
 
 def hangs(handler, served, dripping):
-    served.over.wait(5)
+    served.over.wait(120)
 
 
 def drips_headers(handler, served, dripping):
@@ -215,18 +215,18 @@ def test_a_server_that_misbehaves(served, answering, dripping, cases, behaviour,
     start = time.monotonic()
     patience = 0.4 if cause == "timeout" else 10.0
     scores = remote(served.on(answer), retries=2, timeout_s=patience)(cases(2))
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 60
     assert [(score.value, score.cause) for score in scores] == [(None, cause)] * 2
     assert ("timeout_s=0.4" in scores[0].detail) == (cause == "timeout")
     assert len(served.seen) == attempts
 
 
 def test_all_requests_together_are_bounded_too(served, cases):
-    """Ten requests of 0.4 s each, one at a time, given 0.9 s; the answers there are count."""
-    url = served.on(lambda handler, body: served.over.wait(5))
+    """150 requests of 0.4 s each, one at a time, given 0.9 s; the answers there are count."""
+    url = served.on(lambda handler, body: served.over.wait(120))
     start = time.monotonic()
-    scores = remote(url, batch_size=1, concurrency=1, timeout_s=0.4, total_s=0.9)(cases(10))
-    assert time.monotonic() - start < 4
+    scores = remote(url, batch_size=1, concurrency=1, timeout_s=0.4, total_s=0.9)(cases(150))
+    assert time.monotonic() - start < 30
     assert {score.cause for score in scores} == {"timeout"}
     assert "total_s" in scores[-1].detail
 

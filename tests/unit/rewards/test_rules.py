@@ -96,7 +96,7 @@ def test_hostile_texts_are_judged_at_once(response):
     start = time.monotonic()
     assert accuracy(response=response, answer="17") == 0.0
     assert format_think(response=response) == 0.0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_boxed_in_boxed_and_after_a_stray_brace():

@@ -112,14 +112,14 @@ def parses_for_ever(response):
 def test_a_function_that_hangs_is_stopped(function):
     start = time.monotonic()
     done = score_one(scorer_of(function, timeout_s=0.2))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 60
     assert done.extra["dropped"].endswith("/timeout")
 
 
 def test_maths_that_would_take_for_ever_is_stopped():
     start = time.monotonic()
     done = make_scorer([Reward(name="accuracy")], timeout_s=1.0).score([PROMPT], [sample(text="$9^{9^{9^{9}}}$")])[0]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert done.reward in (0.0, None)
 
 
@@ -168,11 +168,11 @@ def test_prompts_are_matched_by_id():
     assert all(math.isfinite(s.reward) for s in done)
 
 
-def echo(delay_s: float):
-    """A server that waits, then scores each sample by its index."""
+def echo(meet):
+    """A server that meets the others, then scores each sample by its index."""
 
     def answer(handler, body):
-        time.sleep(delay_s)
+        meet()
         scores = [{"id": row["id"], "score": int(row["id"].split("/")[1])} for row in body["samples"]]
         data = json.dumps({"scores": scores}).encode()
         handler.send_response(200)
@@ -183,20 +183,25 @@ def echo(delay_s: float):
     return answer
 
 
-def slowly(response):
-    time.sleep(0.3)
-    return 1.0
-
-
 def test_servers_are_asked_while_rules_run(served):
-    urls = [served.on(echo(1.0)), served.on(echo(1.0))]
-    setattr(sys.modules[HERE], "_reward", slowly)  # noqa: B010
+    all_at_once = threading.Barrier(3)
+
+    def party():
+        """Waits, the first time, until all three run."""
+        first = iter([all_at_once.wait])
+        return lambda: next(first, lambda timeout: None)(timeout=30)
+
+    urls, meet = [served.on(echo(party())), served.on(echo(party()))], party()
+
+    def rule(response):
+        meet()
+        return 1.0
+
+    setattr(sys.modules[HERE], "_reward", rule)  # noqa: B010
     scorer = make_scorer(
         [Reward(name=urls[0]), Reward(name=f"{HERE}:_reward", weight=10.0), Reward(name=urls[1], weight=100.0)]
     )
-    start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(3)])
-    assert time.monotonic() - start < 1.0 + 1.0 + 0.8  # less than one after the other, 2.9 s
     assert [s.reward for s in done] == [10.0, 111.0, 212.0]
     assert list(done[1].rewards) == [urls[0], f"{HERE}:_reward", urls[1]]  # the config's order
 
@@ -208,7 +213,7 @@ class Hangs:
         self.over = over
 
     def __call__(self, cases):
-        self.over.wait(10)
+        self.over.wait(120)
         return []
 
 
@@ -218,7 +223,7 @@ def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
     done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
     assert "did not score 2 samples within 0 s" in caplog.text
 
