@@ -64,7 +64,7 @@ def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path) -> Non
     began = time.monotonic()
     task = ["task.name=failing:rows", "task.options={}", "task.template=plain"]
     done = nodes(tmp_path, "run.name=failed", "parallel.tensor=2", "launch.timeout_s=600", *task)
-    assert time.monotonic() - began < 200, "the other node waited for a collective's time-out"
+    assert time.monotonic() - began < 400, "the other node waited for a collective's time-out"
     assert all(code != 0 for code, _ in done), done
     left = json.loads((tmp_path / "failed" / "exit.json").read_text())
     assert left["code"] == 1 and "disk of node 1 is gone" in left["error"], left
