@@ -89,6 +89,7 @@ class Telemetry:
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,
         }
+        self._timeline.flush()  # a step that is in metrics.jsonl is in the timeline too, whenever the run is killed
         self._file.write(metrics)
         if groups:
             self._write_rollouts(step, groups)

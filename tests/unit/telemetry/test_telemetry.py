@@ -158,6 +158,17 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_a_step_in_the_metrics_is_in_the_timeline(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)
+    with telemetry.step(0) as record:
+        with telemetry.span("update"):
+            pass
+        record(None, StepReport((update(0.5),)), None)
+        assert (tmp_path / "metrics.jsonl").read_text()
+        assert [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())] == ["update"]
+    telemetry.close()
+
+
 def test_timeline_is_whole_json_after_every_flush(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     for count in range(3):
