@@ -37,14 +37,14 @@ class Value:
 VALUES = (
     Value(
         "a sampled log-prob, from engine to loss",
-        r"(rollout|old)_logprobs(_[A-Z]+)?",  # what the engine returned, and what the trainer compares it with
+        r"(rollout|old)_logprobs(_[A-Z]+)?|LogProbs",  # what the engine returned, and what the trainer compares it with
         r"bench/.*|(stages/)?sft\.py",
         8,
     ),
     Value(
         "a weight shard, from trainer to engine",
         r"ShardSlice|Transfer|Message|Box|Piece",  # where it lies in a rank's memory, what moves, what travels together
-        r"bench/.*|checkpoint/.*|launch/convert\.py|(trainer|actor)/load\.py",  # to and from files is another way
+        r"bench/.*|checkpoint/(?!hf\.py).*|launch/convert\.py",  # conversion on disk is another way
         10,
     ),
     Value("algorithm.clip_high", r"clip_high", r"", 5),
