@@ -35,7 +35,7 @@ class _Batch:
 
     rows: Rows
     groups: Groups  # of the rows
-    rewards_T: Tensor  # clean
+    rewards_T: Tensor  # clean, for estimators of tokens
     scores_N: Tensor  # fp64
 
 
@@ -191,14 +191,14 @@ def _advantages(
     **options: Any,
 ) -> Tensor:
     estimator = _ROW_ESTIMATORS.get(name) or _TOKEN_ESTIMATORS[name]
-    parameters = signature(estimator).parameters.values()
-    own_options = {parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
+    parameters = signature(estimator).parameters
+    own_options = {key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
     _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
     scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in own_options}
     options = {key: x for key, x in options.items() if key in own_options or _NEUTRAL.get(key) != x}
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
-    given = {key: x for key, x in given.items() if key in signature(estimator).parameters}
+    given = {key: x for key, x in given.items() if key in parameters}
     inputs = {key: x for key, x in given.items() if x is not None}
     if missing := [key for key in given if key not in inputs]:
         raise ValueError(f"advantage={name} needs {missing[0]} [{missing[0][-1]}]; pass it")
@@ -229,13 +229,14 @@ def _clean_batch(
     exceed `limit`, are left out."""
     device = rewards_T.device
     rows = Rows.of(mask_T.to(device), cu_seqlens)
-    rewards_T = clean(rewards_T.detach(), rows.mask_T)
-    scores_N = rows.sum(rewards_T.double())
+    scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
     for key, x in inputs.items():
         inputs[key] = clean(x.detach().to(device), rows.mask_T) if key.endswith("_T") else x.detach().to(device)
-    # estimators of tokens read sums of parts of a row
-    for key, x in inputs.items() if per_row else {"rewards_T": rewards_T, **inputs}.items():
+    parts = dict(inputs)
+    if not per_row:  # estimators of tokens read sums of parts of a row
+        rewards_T = parts["rewards_T"] = clean(rewards_T.detach(), rows.mask_T)
+    for key, x in parts.items():
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():

@@ -1,6 +1,6 @@
 """Sums over the rows and the groups of a flat batch.
 
-T = positions, N = rows, V = values that belong to groups, G = groups.
+T = positions, N = rows, R = runs, V = values that belong to groups, G = groups.
 Row n is x_T[cu_seqlens[n]:cu_seqlens[n + 1]]. `clean` replaces masked values by 0 before any arithmetic, so a NaN at a
 masked position changes nothing.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,30 +27,43 @@ def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a flat batch and their True positions."""
+    """The rows of a flat batch and their True positions.
+
+    A run is a longest stretch of one row with equal mask. Sums go over runs, then over the runs of a row, so what lies
+    at False positions is never touched.
+    """
 
     mask_T: Tensor  # [T] bool
     cu_seqlens: Tensor  # [N + 1] int64
     num_tokens_N: Tensor  # [N] int64: True positions of each row
+    cu_runlens: Tensor  # [R + 1] int64: positions where runs begin, and T
+    run_mask_R: Tensor  # [R] bool
+    first_run_N: Tensor  # [N + 1] int64: the first run of each row, and R
 
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
         mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
-        num_tokens_N = torch.segment_reduce(mask_T.float(), "sum", offsets=cu_seqlens)
-        return cls(mask_T, cu_seqlens, num_tokens_N.long())
+        changes = (mask_T[1:] != mask_T[:-1]).nonzero().flatten() + 1
+        cu_runlens = torch.unique(torch.cat([cu_seqlens, changes]))
+        run_mask_R, first_run_N = mask_T[cu_runlens[:-1]], torch.searchsorted(cu_runlens, cu_seqlens)
+        lengths_R = (cu_runlens.diff() * run_mask_R).double()
+        num_tokens_N = torch.segment_reduce(lengths_R, "sum", offsets=first_run_N).long()
+        return cls(mask_T, cu_seqlens, num_tokens_N, cu_runlens, run_mask_R, first_run_N)
 
-    def sum(self, x_T: Tensor) -> Tensor:
-        """[N]: the sum of each row of `x_T`, which must be clean."""
-        return torch.segment_reduce(x_T, "sum", offsets=self.cu_seqlens)
+    def sum(self, x_T: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """[N]: the sum over the True positions of each row, computed in `dtype` (by default that of `x_T`, at least fp32)."""
+        x_T = x_T.to(at_least_fp32(x_T.dtype))
+        sums_R = clean(_sums(x_T, self.cu_runlens, dtype or x_T.dtype), self.run_mask_R)
+        return torch.segment_reduce(sums_R, "sum", offsets=self.first_run_N)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """[N]: the mean over the True positions of each row of `x_T`, which must be clean; 0 for a row without any."""
+        """[N]: the mean over the True positions of each row; 0 for a row without any."""
         return self.sum(x_T) / self.num_tokens_N.clamp(min=1)
 
     def spread(self, x_N: Tensor) -> Tensor:
         """[T]: each row's value on its True positions, 0 elsewhere."""
-        x_T = x_N.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask_T.numel())
-        return clean(x_T, self.mask_T)
+        x_R = clean(x_N.repeat_interleave(self.first_run_N.diff()), self.run_mask_R)
+        return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
         """[T] fp64: y_t = x_t + decay y_(next t), where next t is the row's next True position; 0 on False positions.
@@ -121,3 +135,21 @@ class Groups:
             rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
             total_V, size_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0), size_V - 1
         return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
+
+
+# On a CPU, numpy's kernels are several times faster than torch's.
+
+
+def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of segments, none of them empty."""
+    if x_T.requires_grad or x_T.device.type != "cpu":
+        return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
+    result = torch.empty(cu_seqlens.numel() - 1, dtype=dtype)
+    np.add.reduceat(x_T.numpy(), cu_seqlens[:-1].numpy(), dtype=result.numpy().dtype, out=result.numpy())
+    return result
+
+
+def _repeat(x_R: Tensor, lengths_R: Tensor, total: int) -> Tensor:
+    if x_R.requires_grad or x_R.device.type != "cpu":
+        return x_R.repeat_interleave(lengths_R, output_size=total)
+    return torch.from_numpy(np.repeat(x_R.numpy(), lengths_R.numpy()))

@@ -4,9 +4,22 @@ FORMULAS = "unit/algorithms/test_formulas.py"
 PROPERTIES = "unit/algorithms/test_properties.py"
 ENUMERATION = "unit/algorithms/test_enumeration.py"
 HOSTILE = "unit/algorithms/test_hostile.py"
+ROWS = "unit/algorithms/test_rows.py"
 GOLDEN = "unit/algorithms/test_golden.py"
 
 ALGORITHMS = [
+    (
+        "algorithms/rows.py",
+        "torch.cat([cu_seqlens, changes])",
+        "cu_seqlens",
+        f"{ROWS}::test_sums_and_spreads_are_plain_loops",
+    ),
+    (
+        "algorithms/rows.py",
+        "x_T = x_T.to(at_least_fp32(x_T.dtype))\n",
+        "\n",
+        f"{ROWS}::test_half_precision_is_summed_in_fp32_or_as_told",
+    ),
     (
         "algorithms/rows.py",
         "centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V",
