@@ -23,7 +23,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.frame import Case, Contender, Outcome
-from megarl.checkpoint import hf
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
@@ -79,7 +78,7 @@ def gathered(world: int, model: str) -> Callable[[], Outcome]:
     return _Ranks(world, model, gather=True, is_checked=True).sync
 
 
-class Memory(hf.MemoryReceiver):
+class Memory(execute.MemoryReceiver):
     """A receiver with memory of its own, for any slices."""
 
     def __init__(self, slices: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> None:
@@ -150,7 +149,7 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
     if not is_checked:
         execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
-        hf.copy_and_verify = copy_unchecked
+        execute.copy_and_verify = copy_unchecked
     sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)
     parameters = room_for(sources[rank])

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megarl.types import (
-    LogProbs,
     ObjectiveState,
     Prompt,
     PublishReport,
@@ -30,6 +29,7 @@ from megarl.types import (
     Sample,
     ScoredBatch,
     StepReport,
+    TokenScores,
     TrainBatch,
 )
 
@@ -67,8 +67,8 @@ Gate = Callable[[ScoredBatch], Mapping[str, float]]
 class Learner(Protocol):
     """The models that are trained."""
 
-    def score(self, batch: TrainBatch) -> LogProbs:
-        """Returns the log-probs that the objective needs before the update."""
+    def score(self, batch: TrainBatch) -> TokenScores:
+        """Returns what the objective needs before the update."""
         ...
 
     def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:

@@ -131,11 +131,11 @@ class ScoredBatch(TrainBatch):
 
 
 @dataclass(frozen=True, slots=True)
-class LogProbs:
-    """The trainer's log-probs of ``labels``: [T] fp32 on every rank, 0 where the mask is False."""
+class TokenScores:
+    """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the mask is False."""
 
-    old: Tensor  # [T]
-    ref: Tensor | None  # [T]; None: the objective has no reference term
+    old_logprobs: Tensor  # [T]
+    ref_logprobs: Tensor | None  # [T]; None: the objective has no reference term
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.whitening import Stats, whiten_stats
 from megarl.config.schema import Algorithm, KlTerm
 from megarl.types import (
-    LogProbs,
     Loss,
     MicrobatchPlan,
     MicrobatchRows,
@@ -35,6 +34,7 @@ from megarl.types import (
     TokenBatch,
     TokenLosses,
     TokenOutputs,
+    TokenScores,
     TrainBatch,
 )
 
@@ -50,7 +50,7 @@ class Objective:
         return ObjectiveState(kl_coef=self.algorithm.kl.coef)
 
     def advantages(
-        self, batch: TrainBatch, logprobs: LogProbs, state: ObjectiveState
+        self, batch: TrainBatch, scores: TokenScores, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
         """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
@@ -61,9 +61,9 @@ class Objective:
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
         if algorithm.needs_reference:
-            assert logprobs.ref is not None, "the KL term needs reference log-probs"
-            old_T = clean(self._old(logprobs.old, batch.rollout_logprobs, batch.mask), batch.mask)
-            ref_T = clean(logprobs.ref, batch.mask)
+            assert scores.ref_logprobs is not None, "the KL term needs reference log-probs"
+            old_T = clean(self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask)
+            ref_T = clean(scores.ref_logprobs, batch.mask)
             if kl.where == "reward":
                 rewards_T = rewards_T - coef * _kl(old_T, ref_T, kl).detach()
             if kl.target is not None:
@@ -80,8 +80,8 @@ class Objective:
         scored = ScoredBatch(
             **{field.name: getattr(batch, field.name) for field in fields(TrainBatch)},
             advantages=advantages_T,
-            old_logprobs=logprobs.old,
-            ref_logprobs=logprobs.ref,
+            old_logprobs=scores.old_logprobs,
+            ref_logprobs=scores.ref_logprobs,
             kl_coef=coef,
         )
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))

@@ -51,7 +51,7 @@ class Rows:
         return cls(mask_T, cu_seqlens, num_tokens_N, cu_runlens, run_mask_R, first_run_N)
 
     def sum(self, x_T: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """[N]: the sum over the True positions of each row, computed in `dtype` (by default that of `x_T`, at least fp32)."""
+        """[N]: the sum over the True positions of each row, in `dtype` (default: that of `x_T`, at least fp32)."""
         x_T = x_T.to(at_least_fp32(x_T.dtype))
         sums_R = clean(_sums(x_T, self.cu_runlens, dtype or x_T.dtype), self.run_mask_R)
         return torch.segment_reduce(sums_R, "sum", offsets=self.first_run_N)

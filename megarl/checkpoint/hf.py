@@ -8,7 +8,7 @@ In each round the files stand in for the engine of an ordinary weight sync, so a
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
-from megarl.models.shards import ShardSlice
-from megarl.weights.checksum import copy_and_verify, positional_checksum
-from megarl.weights.execute import split_message, strided_view
-from megarl.weights.plan import Message, SlicesByRank
+from megarl.models.shards import whole_tensor
+from megarl.weights.execute import MemoryReceiver
+from megarl.weights.placements import SlicesByRank
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports import Transport
 
@@ -57,7 +56,7 @@ def export_hf(
         round_ = files[first : first + transport.world]
         weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
         local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
-        whole = [weights.moved_slices([_whole(name, shapes[name]) for name in file]) for file in round_]
+        whole = [weights.moved_slices([whole_tensor(name, shapes[name]) for name in file]) for file in round_]
         whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
         tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name)) for name in mine}
@@ -78,45 +77,3 @@ def export_hf(
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)
-
-
-def _whole(name: str, shape: tuple[int, ...]) -> ShardSlice:
-    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return ShardSlice(name, (0,) * len(shape), shape, name, 0, strides)
-
-
-class MemoryReceiver:
-    """publish.WeightReceiver into plain tensors: `memory` has every `param` of the slices, in elements of `dtype`."""
-
-    def __init__(self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.slices = slices
-        self.memory = memory
-        self.version: int | None = None
-        self.device = next((tensor.device for tensor in memory.values()), torch.device("cpu"))
-        self._dtype = dtype
-        self._loaded: dict[str, int] = {}  # elements received of each HF tensor
-
-    def begin(self, *, check_placement: bool) -> None:
-        self._loaded, self.version = {}, None
-
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for transfer, part in split_message(message, flat):
-            where = transfer.destination
-            wrong += copy_and_verify(part, strided_view(self.memory[where.param], where, part.shape, self._dtype))
-            self._loaded[transfer.name] = self._loaded.get(transfer.name, 0) + transfer.numel
-        return wrong
-
-    def seal(self) -> Mapping[str, int]:
-        return self._loaded
-
-    def positional_checksums(self) -> Tensor:
-        views = ((strided_view(self.memory[x.param], x, x.shape, self._dtype), x.start) for x in self.slices)
-        sums = [positional_checksum(view, start) for view, start in views]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.device)
-
-    def finish(self, version: int) -> None:
-        self.version = version
-
-    def abort(self) -> None:
-        self.version = None

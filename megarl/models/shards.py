@@ -44,6 +44,11 @@ class ShardSlice:
         return prod(self.shape)
 
 
+def whole_tensor(name: str, shape: tuple[int, ...]) -> ShardSlice:
+    """Returns the slice of a parameter `name` that is the whole tensor of that name."""
+    return ShardSlice(name, (0,) * len(shape), shape, name, 0, _strides(shape))
+
+
 class Rule(Protocol):
     """A frozen dataclass that maps HF tensors to one parameter, which `tp` splits (expert_tensor for experts)."""
 

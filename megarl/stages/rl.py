@@ -44,8 +44,8 @@ def train(run: RlRun) -> None:
                 rollout = run.rollouts.collect(run.prompts, run.prompts_per_step, version=step)
             batch = run.collate(rollout.groups)
             with run.phases.train():
-                logprobs = run.learner.score(batch)  # old; and reference when the objective has a KL term
-                scored, run.state = run.objective.advantages(batch, logprobs, run.state)
+                scores = run.learner.score(batch)  # old log-probs; and the reference's when the objective has a KL term
+                scored, run.state = run.objective.advantages(batch, scores, run.state)
                 update = run.learner.update(scored, gate=run.checks.parity)  # the gate acts before the first update
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():

@@ -14,7 +14,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
-from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, StepReport, TrainBatch, UpdateReport
+from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenScores, TrainBatch, UpdateReport
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class PolicyLearner:
         reference = Reference.of(trainer.parameters_by_name()) if objective.algorithm.needs_reference else None
         return cls(trainer, objective, reference, seed)
 
-    def score(self, batch: TrainBatch) -> LogProbs:
+    def score(self, batch: TrainBatch) -> TokenScores:
         """Returns log-probs of `labels` under the current weights, and under the reference if there is one."""
         with self.span("logprobs"):
             old_T, ref_T = self._logprobs(batch), None
             if self.reference is not None:
                 with self.reference.in_place_of(self.trainer.parameters_by_name()):
                     ref_T = self._logprobs(batch)
-            return LogProbs(old_T, ref_T)
+            return TokenScores(old_T, ref_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch."""

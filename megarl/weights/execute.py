@@ -1,4 +1,4 @@
-"""Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round.
+"""Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round, and writes them.
 
     round n in flight | packs the messages of round n + 1, and passes the local copies of round n to the callback
     round n arrived   | takes checksums, passes messages to the callback, packs the relays of round n + 1 from them
@@ -8,14 +8,14 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.checksum import checksum
+from megarl.weights.checksum import checksum, copy_and_verify, positional_checksum
 from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
 from megarl.weights.transports import Transport
 
@@ -116,3 +116,40 @@ class PlanExecutor:
         messages = [m for m in self.rounds[number] if m.sender != m.receiver]
         named = [m for m in messages if f"rank {m.sender + m.receiver - self._transport.rank} " in error] or messages
         return "; ".join(map(self.describe, named[:4]))
+
+
+class MemoryReceiver:
+    """publish.WeightReceiver into plain tensors: `memory` has every `param` of the slices, in elements of `dtype`."""
+
+    def __init__(self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.slices = slices
+        self.memory = memory
+        self.version: int | None = None
+        self.device = next((tensor.device for tensor in memory.values()), torch.device("cpu"))
+        self._dtype = dtype
+        self._loaded: dict[str, int] = {}  # elements received of each HF tensor
+
+    def begin(self, *, check_placement: bool) -> None:
+        self._loaded, self.version = {}, None
+
+    def write(self, message: Message, flat: Tensor) -> Tensor:
+        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for transfer, part in split_message(message, flat):
+            where = transfer.destination
+            wrong += copy_and_verify(part, strided_view(self.memory[where.param], where, part.shape, self._dtype))
+            self._loaded[transfer.name] = self._loaded.get(transfer.name, 0) + transfer.numel
+        return wrong
+
+    def seal(self) -> Mapping[str, int]:
+        return self._loaded
+
+    def positional_checksums(self) -> Tensor:
+        views = ((strided_view(self.memory[x.param], x, x.shape, self._dtype), x.start) for x in self.slices)
+        sums = [positional_checksum(view, start) for view, start in views]
+        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def finish(self, version: int) -> None:
+        self.version = version
+
+    def abort(self) -> None:
+        self.version = None

@@ -18,39 +18,27 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.checksum import positional_checksum
-from megarl.weights.execute import strided_view
 from megarl.weights.transports import Transport
 
 
 @dataclass(frozen=True)
 class PlacementCheck:
     shapes: Mapping[str, tuple[int, ...]]  # of every HF tensor, in elements of `dtype`
-    dtype: torch.dtype  # of the elements that move
     receivers: Sequence[int]  # ranks with an engine
     ranks_per_replica: int
 
-    def compare(
-        self,
-        transport: Transport,
-        sent: tuple[Sequence[ShardSlice], Mapping[str, Tensor]],
-        received: tuple[Sequence[ShardSlice], Tensor],
-    ) -> None:
+    def compare(self, transport: Transport, sent: Tensor, received: Tensor) -> None:
         """A collective. Raises CheckFailed, on all ranks, naming replicas and tensors.
 
-        `sent`: the trainer's slices on this rank, and its parameters. `received`: the engine's slices on this rank, and
-        their positional checksums.
+        `sent`, `received`: [2, tensors] int64, the elements and checksums of the trainer's and of the engine's slices
+        on this rank (publish.sums_by_tensor).
         """
-        slices, parameters = sent
-        replicas, device = len(self.receivers) // self.ranks_per_replica, received[1].device
+        replicas = len(self.receivers) // self.ranks_per_replica
         # [trainer and replicas, (elements, checksum), tensors]
-        sums = torch.zeros(1 + replicas, 2, len(self.shapes), dtype=torch.int64, device=device)
-        checksums = [self._checksum(part, parameters) for part in slices]
-        self._add(sums[0], slices, torch.stack(checksums) if checksums else sums.new_zeros(0))
+        sums = torch.stack([sent, *(torch.zeros_like(sent) for _ in range(replicas))])
         if transport.rank in self.receivers:
-            self._add(sums[1 + self.receivers.index(transport.rank) // self.ranks_per_replica], *received)
+            sums[1 + self.receivers.index(transport.rank) // self.ranks_per_replica] = received
         counts, sums = transport.sum(sums).unbind(1)
         numel = counts.new_tensor([prod(shape) for shape in self.shapes.values()])
         copies, is_whole = counts // numel, (counts > 0) & (counts % numel == 0)
@@ -66,15 +54,3 @@ class PlacementCheck:
                 f"slices of weights are in the wrong place, although every message arrived intact: {shown}{rest}; "
                 "the model family's table or the plan is wrong, or trainer replicas have different weights"
             )
-
-    def _checksum(self, part: ShardSlice, parameters: Mapping[str, Tensor]) -> Tensor:
-        view, start = strided_view(parameters[part.param], part, part.shape, self.dtype), part.start
-        if len(part.shape) > len(self.shapes[part.name]):  # its last dim viewed as pairs
-            view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
-        return positional_checksum(view, start)
-
-    def _add(self, sums: Tensor, slices: Sequence[ShardSlice], checksums: Tensor) -> None:
-        number = {name: index for index, name in enumerate(self.shapes)}
-        index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=sums.device)
-        numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=sums.device)
-        sums.index_add_(1, index, torch.stack([numel, checksums]))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +35,8 @@ from torch import Tensor
 from megarl.models.shards import ShardSlice, as_pairs, first_mismatch, shapes_fp32_as_16bit, view_fp32_as_16bit
 from megarl.platform.device import free_host_bytes
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.execute import PlanExecutor
+from megarl.weights.checksum import positional_checksum
+from megarl.weights.execute import PlanExecutor, strided_view
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport
@@ -184,7 +185,7 @@ class Publisher:
         if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
             raise CheckFailed(f"ranks {odd} have a different plan from rank 0; start all ranks with the same config")
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
-        self.placement = PlacementCheck(weights.moved_shapes(), weights.dtype, receivers, ranks_per_replica)
+        self.placement = PlacementCheck(weights.moved_shapes(), receivers, ranks_per_replica)
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
@@ -312,11 +313,14 @@ class Publisher:
         return f"loaded tensors differ from the expected ones: {', '.join(wrong[:4])}" if wrong else None
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
-        sent = self.weights.moved_slices(self.sender.slices) if self.sender else []
-        received = ([], torch.zeros(0, dtype=torch.int64, device=self._device))
+        shapes, nothing = self.placement.shapes, torch.zeros(0, dtype=torch.int64, device=self._device)
+        slices = self.weights.moved_slices(self.sender.slices) if self.sender else []
+        checksums = [slice_checksum(part, parameters, shapes[part.name], self.weights.dtype) for part in slices]
+        sent = sums_by_tensor(shapes, slices, torch.stack(checksums) if checksums else nothing)
+        kept, checksums_kept = (), nothing
         if self.receiver:
-            received = (self.receiver.slices, self.receiver.positional_checksums())
-        self.placement.compare(self.transport, (sent, parameters), received)
+            kept, checksums_kept = self.receiver.slices, self.receiver.positional_checksums()
+        self.placement.compare(self.transport, sent, sums_by_tensor(shapes, kept, checksums_kept))
 
     def _check_probe(self) -> None:
         """Scores the probe on both sides. Raises CheckFailed, on all ranks, if any replica exceeds the bounds."""
@@ -343,6 +347,24 @@ class Publisher:
         if int(self.transport.sum(flag)):
             problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.transport.gather(problem)) if text]
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
+
+
+def slice_checksum(
+    part: ShardSlice, parameters: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its parameter."""
+    view, start = strided_view(parameters[part.param], part, part.shape, dtype), part.start
+    if len(part.shape) > len(shape):  # its last dim viewed as pairs
+        view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
+    return positional_checksum(view, start)
+
+
+def sums_by_tensor(names: Iterable[str], slices: Sequence[ShardSlice], checksums: Tensor) -> Tensor:
+    """Returns [2, names] int64: elements and positional checksum, summed over the slices of each tensor."""
+    number = {name: index for index, name in enumerate(names)}
+    index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)
+    numel = checksums.new_tensor([part.numel for part in slices])
+    return checksums.new_zeros(2, len(number)).index_add(1, index, torch.stack([numel, checksums]))
 
 
 @contextmanager

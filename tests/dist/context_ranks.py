@@ -28,7 +28,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.trainer import Trainer
-from megarl.types import LogProbs, MicrobatchPlan, ScoredBatch, TrainBatch
+from megarl.types import MicrobatchPlan, ScoredBatch, TokenScores, TrainBatch
 
 Sizes = dict[str, int]  # of parallel
 DENSE: dict[int, list[Sizes]] = {
@@ -115,7 +115,7 @@ def score(policy: Policy, batch: TrainBatch, logprobs: Tensor) -> ScoredBatch:
     """Old log-probs a little off those of the policy, so that ratios and clips act."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1)) * 0.15
     reference = logprobs if policy.learner.objective.algorithm.needs_reference else None
-    return policy.score(batch, LogProbs(logprobs + noise * batch.mask, reference))
+    return policy.score(batch, TokenScores(logprobs + noise * batch.mask, reference))
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
-from megarl.types import LogProbs, ScoredBatch, StepReport, TrainBatch
+from megarl.types import ScoredBatch, StepReport, TokenScores, TrainBatch
 
 VOCAB = 67  # divisible by no tensor size
 _SIZES = {
@@ -245,9 +245,9 @@ class Policy:
         return self.learner.trainer
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        return self.learner.score(batch).old
+        return self.learner.score(batch).old_logprobs
 
-    def score(self, batch: TrainBatch, logprobs: LogProbs | None = None) -> ScoredBatch:
+    def score(self, batch: TrainBatch, logprobs: TokenScores | None = None) -> ScoredBatch:
         objective = self.learner.objective
         return objective.advantages(batch, logprobs or self.learner.score(batch), objective.initial_state())[0]
 

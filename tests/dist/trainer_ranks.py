@@ -236,11 +236,11 @@ def check_reference(bench: Bench) -> dict[str, Any]:
     scored = policy.score(batch)
     first = policy.update(scored).updates[0]
     later = policy.learner.score(batch)
-    assert later.ref is not None and scored.ref_logprobs is not None
+    assert later.ref_logprobs is not None and scored.ref_logprobs is not None
     second = policy.update(scored).updates[0]
     return {
-        "reference_moved": float((later.ref - scored.old_logprobs).abs().max()),
-        "policy_moved": float((later.old - scored.old_logprobs).abs().max()),
+        "reference_moved": float((later.ref_logprobs - scored.old_logprobs).abs().max()),
+        "policy_moved": float((later.old_logprobs - scored.old_logprobs).abs().max()),
         "weights_kept_by_logprobs": _same_after(policy, batch),
         "kl": [first.metrics["kl/ref"], second.metrics["kl/ref"]],
     }

@@ -19,7 +19,6 @@ from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
 from megarl.types import (
     Group,
-    LogProbs,
     MicrobatchPlan,
     MicrobatchRows,
     Prompt,
@@ -27,6 +26,7 @@ from megarl.types import (
     ScoredBatch,
     TokenLosses,
     TokenOutputs,
+    TokenScores,
     TrainBatch,
 )
 
@@ -51,13 +51,13 @@ def make_batch(*, seed: int = 0, num_prompts: int = 4, samples: int = 4) -> Trai
     return collate(groups, temperature=1.0)
 
 
-def make_logprobs(batch: TrainBatch, *, seed: int = 1) -> LogProbs:
+def make_logprobs(batch: TrainBatch, *, seed: int = 1) -> TokenScores:
     random = torch.Generator().manual_seed(seed)
     old, ref = (
         torch.where(batch.mask, batch.rollout_logprobs + 0.2 * torch.randn(batch.num_tokens, generator=random), 0.0)
         for _ in range(2)
     )
-    return LogProbs(old, ref)
+    return TokenScores(old, ref)
 
 
 def algorithm(**values) -> Algorithm:
@@ -101,7 +101,9 @@ def test_reinforce_pp_is_the_reward_minus_kl_to_come():
                 assert scored.advantages[t] == 0
                 continue
             later = [i for i in range(t, int(end)) if batch.mask[i]]
-            expected = batch.rewards[row] - 0.1 * sum(logprobs.old[i] - logprobs.ref[i] for i in later)
+            expected = batch.rewards[row] - 0.1 * sum(
+                logprobs.old_logprobs[i] - logprobs.ref_logprobs[i] for i in later
+            )
             assert scored.advantages[t] == pytest.approx(float(expected), abs=1e-5)
 
 
@@ -112,7 +114,7 @@ def test_rewards_are_clipped_before_kl_is_subtracted():
     logprobs = make_logprobs(batch)
     rewards = torch.zeros(batch.num_tokens)
     rewards[last_trained(batch)] = batch.rewards.clamp(0.5, 1.5)
-    rewards -= 0.1 * (logprobs.old - logprobs.ref)
+    rewards -= 0.1 * (logprobs.old_logprobs - logprobs.ref_logprobs)
     expected = ADVANTAGES["reinforce"](rewards, batch.mask, batch.cu_seqlens, batch.group)
     torch.testing.assert_close(scored_by(batch, rules).advantages, expected)
     assert float(batch.token_rewards.max()) == 3.0  # the batch itself is as it was
@@ -130,7 +132,9 @@ def test_nan_log_probs_outside_the_mask_change_nothing():
     batch = make_batch()
     rules = algorithm(**PRESETS["reinforce_pp"])
     logprobs = make_logprobs(batch)
-    spoilt = LogProbs(*(torch.where(batch.mask, x, float("nan")) for x in (logprobs.old, logprobs.ref)))
+    spoilt = TokenScores(
+        *(torch.where(batch.mask, x, float("nan")) for x in (logprobs.old_logprobs, logprobs.ref_logprobs))
+    )
     scored, _ = Objective(rules).advantages(batch, spoilt, Objective(rules).initial_state())
     assert torch.equal(scored.advantages, scored_by(batch, rules).advantages)
 
@@ -233,7 +237,7 @@ def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforces():
 
 def test_supervised_loss_is_cross_entropy():
     batch = make_batch()
-    old = make_logprobs(batch).old
+    old = make_logprobs(batch).old_logprobs
     new = torch.where(batch.mask, old, float("nan")).requires_grad_()
     done = supervised_loss(TokenOutputs(new, torch.ones(batch.num_tokens)), all_rows(batch))
     done.loss.sum().backward()

@@ -14,7 +14,16 @@ from megarl.algorithms import CORRECTIONS, KL, LOSSES, SELECT
 from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
-from megarl.types import Group, LogProbs, MicrobatchPlan, ObjectiveState, Prompt, ScoredBatch, TokenLosses, TrainBatch
+from megarl.types import (
+    Group,
+    MicrobatchPlan,
+    ObjectiveState,
+    Prompt,
+    ScoredBatch,
+    TokenLosses,
+    TokenScores,
+    TrainBatch,
+)
 
 
 def with_rewards(batch: TrainBatch, values: list[float]) -> TrainBatch:
@@ -24,7 +33,7 @@ def with_rewards(batch: TrainBatch, values: list[float]) -> TrainBatch:
 
 
 def advantages_of(
-    batch: TrainBatch, rules: Algorithm, state: ObjectiveState | None = None, logprobs: LogProbs | None = None
+    batch: TrainBatch, rules: Algorithm, state: ObjectiveState | None = None, logprobs: TokenScores | None = None
 ) -> tuple[ScoredBatch, ObjectiveState]:
     objective = Objective(rules)
     return objective.advantages(batch, logprobs or make_logprobs(batch), state or objective.initial_state())
@@ -103,15 +112,15 @@ def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
     rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
     scored, _ = advantages_of(batch, rules, logprobs=logprobs)
-    taken = torch.where(batch.rollout_logprobs.isnan(), logprobs.old, batch.rollout_logprobs)
-    assert torch.equal(scored.old_logprobs, logprobs.old), "the trainer's own, for the parity gate"
-    done = losses_of(logprobs.old, scored, rules)
-    at = (logprobs.old, taken, scored.advantages, batch.mask, batch.cu_seqlens)
+    taken = torch.where(batch.rollout_logprobs.isnan(), logprobs.old_logprobs, batch.rollout_logprobs)
+    assert torch.equal(scored.old_logprobs, logprobs.old_logprobs), "the trainer's own, for the parity gate"
+    done = losses_of(logprobs.old_logprobs, scored, rules)
+    at = (logprobs.old_logprobs, taken, scored.advantages, batch.mask, batch.cu_seqlens)
     expected = LOSSES["ppo_clip"](*at, clip_low=1e9, clip_high=1e9, dual_clip=None)
     torch.testing.assert_close(done.loss, expected, rtol=0, atol=0)
     tis = algorithm(correction="tis", correction_options={"cap": 1e9}, clip_low=1e9, clip_high=1e9, dual_clip=None)
     corrected, _ = advantages_of(batch, tis, logprobs=logprobs)
-    torch.testing.assert_close(done.loss, losses_of(logprobs.old, corrected, tis).loss)
+    torch.testing.assert_close(done.loss, losses_of(logprobs.old_logprobs, corrected, tis).loss)
     assert means_of(done, scored, rules)["correction/ess"] == 1
 
 
@@ -170,7 +179,7 @@ def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
     per_row = [float(kl[mask].mean()) for mask in (batch.mask & (gap == short), batch.mask & (gap == long))]
     target = (sum(per_row) / 2 + float(kl[batch.mask].mean())) / 2
     rules = algorithm(advantage="reinforce", kl={"coef": 0.1, "target": target, "horizon": 8})
-    _, state = advantages_of(batch, rules, logprobs=LogProbs(old, old - gap))
+    _, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - gap))
     assert (state.kl_coef > 0.1) == rises
 
 
@@ -257,7 +266,7 @@ def test_steps_reach_the_advantages_with_the_outcome_as_one_more():
         batch = collate([Group(Prompt(0, (), ""), tuple(samples))], temperature=1.0)
         none = torch.zeros(batch.num_tokens)
         objective = Objective(rules)
-        return objective.advantages(batch, LogProbs(none, None), objective.initial_state())[0].advantages.tolist()
+        return objective.advantages(batch, TokenScores(none, None), objective.initial_state())[0].advantages.tolist()
 
     pool = torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     a, b, c, d, e = ((pool - pool.mean()) / (pool.std() + 1e-6)).tolist()

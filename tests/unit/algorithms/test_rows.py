@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def test_sums_and_spreads_are_plain_loops(mask: list[int], cu_seqlens: list[int]
     rows = Rows.of(torch.tensor(mask, dtype=torch.bool), torch.tensor(cu_seqlens))
     x_T = torch.where(rows.mask_T, torch.arange(1.0, len(mask) + 1), torch.nan).double().requires_grad_(with_gradient)
     x_N = torch.arange(1.0, len(cu_seqlens)).double().requires_grad_(with_gradient)
-    trained = [[t for t in range(*pair) if mask[t]] for pair in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    trained = [[t for t in range(*pair) if mask[t]] for pair in pairwise(cu_seqlens)]
     row_of = {t: n for n, row in enumerate(trained) for t in row}
 
     assert rows.num_tokens_N.tolist() == [len(row) for row in trained]

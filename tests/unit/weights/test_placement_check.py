@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.checkpoint.hf import MemoryReceiver
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
+from megarl.weights.execute import MemoryReceiver
 from megarl.weights.placement_check import PlacementCheck
+from megarl.weights.publish import sums_by_tensor
 from megarl.weights.transports.inprocess import InProcess
 
 SHAPES = {"a": (6, 4), "b": (5,)}
@@ -31,8 +32,11 @@ def compare(trainer=TRAINER, engine=ENGINE, change=lambda parameters, memory: No
     parameters = {"left": whole["a"][:, :2].clone(), "right": whole["a"][:, 2:].clone(), "b": whole["b"].clone()}
     memory = {"weight": whole["a"].clone(), "bias": whole["b"].clone()}
     change(parameters, memory)
-    received = (engine, MemoryReceiver(engine, memory, torch.float32).positional_checksums())
-    PlacementCheck(SHAPES, torch.float32, [0], 1).compare(InProcess(), (trainer, parameters), received)
+    sent, received = (
+        sums_by_tensor(SHAPES, slices, MemoryReceiver(slices, where, torch.float32).positional_checksums())
+        for slices, where in ((trainer, parameters), (engine, memory))
+    )
+    PlacementCheck(SHAPES, [0], 1).compare(InProcess(), sent, received)
 
 
 def test_slices_in_their_place_pass():
