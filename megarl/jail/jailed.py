@@ -161,7 +161,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
         except (OSError, ValueError, AttributeError) as error:
             missing[limit] = str(error)
 
-    attempt("parent's death", lambda: _check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
+    attempt("kill with the parent (pdeathsig)", lambda: _check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
     attempt("privileges", lambda: _check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
     attempt("capabilities", drop_capabilities)
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
