@@ -52,6 +52,7 @@ def export_hf(
     sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
     files = split_by_size(sizes, file_bytes, sizes.__getitem__)
     names = file_names(len(files))
+    device = next(iter(parameters().values())).device
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
         weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
@@ -59,11 +60,11 @@ def export_hf(
         whole = [weights.moved_slices([whole_tensor(name, shapes[name]) for name in file]) for file in round_]
         whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
-        tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name)) for name in mine}
+        tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name), device="cpu") for name in mine}
         Publisher(
             plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
             WeightSender(local[transport.rank], parameters),
-            MemoryReceiver(whole[transport.rank], tensors, dtype) if mine else None,
+            MemoryReceiver(whole[transport.rank], tensors, dtype, device) if mine else None,
             transport,
             weights,
             ranks_per_replica=len(round_),

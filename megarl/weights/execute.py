@@ -19,6 +19,7 @@ from megarl.weights.checksum import checksum, copy_and_verify, positional_checks
 from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
 from megarl.weights.transports import Transport
 
+CPU = torch.device("cpu")
 OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers are waiting
 
 
@@ -119,13 +120,20 @@ class PlanExecutor:
 
 
 class MemoryReceiver:
-    """publish.WeightReceiver into plain tensors: `memory` has every `param` of the slices, in elements of `dtype`."""
+    """publish.WeightReceiver into plain tensors on the CPU: `memory` has every `param` of the slices, in elements of
+    `dtype`. Messages arrive on `device`."""
 
-    def __init__(self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        slices: Sequence[ShardSlice],
+        memory: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
         self.slices = slices
         self.memory = memory
         self.version: int | None = None
-        self.device = next((tensor.device for tensor in memory.values()), torch.device("cpu"))
+        self.device = device
         self._dtype = dtype
         self._loaded: dict[str, int] = {}  # elements received of each HF tensor
 
@@ -133,8 +141,8 @@ class MemoryReceiver:
         self._loaded, self.version = {}, None
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for transfer, part in split_message(message, flat):
+        wrong = torch.zeros((), dtype=torch.int64, device="cpu")
+        for transfer, part in split_message(message, flat.to(CPU)):
             where = transfer.destination
             wrong += copy_and_verify(part, strided_view(self.memory[where.param], where, part.shape, self._dtype))
             self._loaded[transfer.name] = self._loaded.get(transfer.name, 0) + transfer.numel
@@ -146,7 +154,7 @@ class MemoryReceiver:
     def positional_checksums(self) -> Tensor:
         views = ((strided_view(self.memory[x.param], x, x.shape, self._dtype), x.start) for x in self.slices)
         sums = [positional_checksum(view, start) for view, start in views]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.device)
+        return (torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)
 
     def finish(self, version: int) -> None:
         self.version = version

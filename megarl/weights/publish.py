@@ -363,7 +363,7 @@ def sums_by_tensor(names: Iterable[str], slices: Sequence[ShardSlice], checksums
     """Returns [2, names] int64: elements and positional checksum, summed over the slices of each tensor."""
     number = {name: index for index, name in enumerate(names)}
     index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)
-    numel = checksums.new_tensor([part.numel for part in slices])
+    numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=checksums.device)
     return checksums.new_zeros(2, len(number)).index_add(1, index, torch.stack([numel, checksums]))
 
 

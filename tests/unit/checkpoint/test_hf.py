@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from two_devices import there, two_devices
 
 from megarl.checkpoint.hf import export_hf
 from megarl.config.schema import Create
@@ -38,10 +39,10 @@ def parameters_of(origin, slices, dtype=torch.float32, fp32=frozenset()):
     return held
 
 
-def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), **options):
+def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), place=lambda x: x, **options):
     shape = read_model(origin)
     slices = slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
-    held = parameters_of(origin, slices, dtype, fp32)
+    held = {name: place(x) for name, x in parameters_of(origin, slices, dtype, fp32).items()}
     slices = [part for part in slices if part.name != drop]
     export_hf(
         folder,
@@ -62,6 +63,13 @@ def test_one_file_is_the_checkpoint_again(origin, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_parameters_on_another_device_are_exported_from_there(origin, tmp_path):
+    with two_devices():
+        export(origin, tmp_path / "hf", place=there)
+    before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_tensor_that_stays_fp32_does_so_among_bf16_ones(tmp_path):
