@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 a chec
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -218,5 +219,16 @@ def _report(folder: Path) -> int:
     return DONE
 
 
+def run() -> NoReturn:
+    """The `megarl` command."""
+    code = main()
+    if Env.read().has_launcher:
+        # as in launch.worker: the destructors of a process group whose peer is gone can hang or abort
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

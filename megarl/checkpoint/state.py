@@ -261,7 +261,10 @@ def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Non
 def _allocate(optimizer: MegatronOptimizer) -> None:
     """Create the moments and step counts that loading writes into; otherwise they exist only after the first step."""
     for part in _parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
+        elif not part.optimizer.state:  # HybridDeviceOptimizer, of train.optimizer_cpu_offload
+            part.optimizer.dummy_step()
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():
                 state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))

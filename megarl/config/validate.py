@@ -241,6 +241,11 @@ def _check_train(config: Config, gpus: int) -> None:
         )
     if train.optimizer_cpu_offload and not gpus:
         raise ValueError("train.optimizer_cpu_offload=true needs a GPU; remove it")
+    if train.optimizer_cpu_offload and "optimizer" in train.offload:
+        raise ValueError(
+            f"train.optimizer_cpu_offload=true keeps the optimizer on the host, so train.offload={list(train.offload)} "
+            "must not move it; remove optimizer from train.offload"
+        )
     if train.min_lr > train.lr:
         raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
     if not all(0 <= beta < 1 for beta in train.betas):

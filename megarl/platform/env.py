@@ -16,6 +16,9 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
+# One file per GPU. Sandboxes do not always mount /proc/driver.
+GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
+
 
 @dataclass(frozen=True, slots=True)
 class Env:
@@ -107,7 +110,8 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    counts = (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)
+    return next((count for count in counts if count), 0)
 
 
 def is_installed(package: str) -> bool:

@@ -168,6 +168,7 @@ class Engine:
     def score(self, tokens_NL: Tensor) -> Tensor:
         """[N, L - 1] fp32: log-probs of tokens[:, 1:] at temperature 1, under the latest weights, committed or not."""
         assert self.receiver.state in ("sealed", "ready"), f"nothing to score with: state {self.receiver.state}"
+        self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

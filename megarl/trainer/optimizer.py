@@ -122,6 +122,11 @@ def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> t
     if clip_grad > 0:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             if parameters := part.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    clip_grad,
+                    norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
     optimizer.step_with_ready_grads()
     return norm, False

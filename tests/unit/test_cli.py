@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -105,3 +106,11 @@ def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
     code, out, err = megarl(folder, "plan", "c.yaml", "--weights", "rollout.tensor=2", "launch.processes=3")
     assert (code, out) == (2, "")
     assert "launch.processes=3 is not divisible by the 2 ranks of an engine replica; use a multiple of 2" in err
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_rank_of_torchrun_leaves_without_teardown(is_launched: bool) -> None:
+    program = "import atexit, megarl.cli as cli; atexit.register(print, 'teardown'); cli.main = lambda: 3; cli.run()"
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if is_launched else {}
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "" if is_launched else "teardown\n"), done.stderr

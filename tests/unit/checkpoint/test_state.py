@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
 from megarl.checkpoint import files
-from megarl.checkpoint.state import Checkpoints
+from megarl.checkpoint.state import Checkpoints, _allocate
 from megarl.config.schema import Create, Train
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
@@ -192,3 +193,14 @@ def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monke
     job.checkpoints.save()  # what a refused run does last: now there is room
     job.checkpoints.finish()
     assert files.steps(tmp_path / "checkpoints") == [1]
+
+
+def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> None:
+    """Megatron-Core has no `init_state_fn` for it; its own loading takes this step too."""
+    steps: list[dict] = []
+    hybrid = SimpleNamespace(state={}, dummy_step=lambda: steps.append({}))
+    _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    assert len(steps) == 1
+    hybrid.state = {"p": {}}
+    _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    assert len(steps) == 1

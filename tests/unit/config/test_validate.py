@@ -408,3 +408,11 @@ def test_presets_print_as_plain_values_and_read_back(preset: str) -> None:
     assert made({"algorithm": printed | {"preset": "grpo"}}).algorithm.model_copy(update={"preset": preset}) == (
         config.algorithm
     ), "the printed values alone say it all"
+
+
+def test_an_optimizer_on_the_host_is_not_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.config.validate.count_gpus", lambda: 1)
+    train = {"optimizer_cpu_offload": True, "offload": ["gradients"]}
+    check_config(made({"train": train}), ALONE)
+    with pytest.raises(ValueError, match=r"train.offload=\['optimizer'\] must not move it; remove optimizer"):
+        check_config(made({"train": {**train, "offload": ["optimizer"]}}), ALONE)

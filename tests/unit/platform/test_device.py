@@ -1,12 +1,38 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megarl.platform import env
 from megarl.platform.device import pick_device
+from megarl.platform.env import count_gpus
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_it_is_the_cpu_with_gloo() -> None:
     device = pick_device(3)
     assert (device.torch.type, device.backend, device.is_cuda) == ("cpu", "gloo", False)
+
+
+@pytest.mark.parametrize(
+    "files", [["proc/gpus/0000:1b:00.0", "proc/gpus/0000:1c:00.0"], ["dev/nvidia0", "dev/nvidia1"]]
+)
+def test_gpus_are_counted_where_the_driver_lists_them(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*files, "dev/nvidiactl", "dev/nvidia-uvm"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    folders = (
+        (tmp_path / folder, pattern) for (_, pattern), folder in zip(env.GPU_FILES, ("proc/gpus", "dev"), strict=True)
+    )
+    monkeypatch.setattr(env, "GPU_FILES", tuple(folders))
+    monkeypatch.setattr(env, "version", lambda _: "2.14.0+cu130")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert count_gpus() == 1
+    monkeypatch.setattr(env, "version", lambda _: "2.13.0+cpu")
+    assert count_gpus() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +61,21 @@ def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
     for parameter, copy in zip(parameters, plain, strict=True):
         torch.testing.assert_close(parameter.detach(), copy.detach(), rtol=1e-5, atol=1e-6)
     trainer.close()
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_gradients_are_clipped_where_the_optimizer_keeps_them(is_decoupled: bool) -> None:
+    """Megatron-Core's precision-aware optimizer keeps them in `decoupled_grad`."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    setattr(parameter, "decoupled_grad" if is_decoupled else "grad", torch.ones(4))
+    optimizer: Any = SimpleNamespace(
+        param_groups=[],
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_decoupled),
+        prepare_grads=lambda: False,
+        get_grad_norm=lambda: 2.0,
+        get_parameters=lambda: [parameter],
+        step_with_ready_grads=lambda: True,
+    )
+    take_step(optimizer, lr=1.0, clip_grad=0.5)
+    gradient = parameter.decoupled_grad if is_decoupled else parameter.grad  # type: ignore[attr-defined]
+    torch.testing.assert_close(gradient, torch.full((4,), 0.25))

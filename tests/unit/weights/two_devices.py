@@ -1,8 +1,8 @@
 """A second device for tests on a CPU: mixing it with the CPU is refused, as CUDA refuses it.
 
-    with two_devices():
-        there = torch.zeros(3, device=DEVICE)
-        there + torch.zeros(3)  # RuntimeError
+with two_devices():
+    there = torch.zeros(3, device=DEVICE)
+    there + torch.zeros(3)  # RuntimeError
 """
 
 from __future__ import annotations
