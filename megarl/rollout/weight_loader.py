@@ -145,7 +145,9 @@ class LayerReceiver:
         layer = self._modules[module]
         info = layerwise.get_layerwise_info(layer)
         for number, part in self._slices[module] if self._sums else ():
-            self._sums[number] = positional_checksum(self._view(part.name, part, part.shape), part.start)
+            view = self._view(part.name, part, part.shape)
+            # as it was sent: the engine may keep it in a wider dtype
+            self._sums[number] = positional_checksum(view.to(self._dtype), part.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()

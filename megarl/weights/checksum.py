@@ -45,21 +45,23 @@ def _weigh_halves(sums: Tensor, table: int) -> Tensor:
 
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` into `into`, of the same shape and dtype. Returns 1 if any bit reads back differently, otherwise 0.
+    """Copies `part` into `into`, of the same shape. Returns 1 if any bit reads back differently, otherwise 0.
 
-    The result is an int64 scalar. A CPU compares while the data is in its cache; a GPU is not synchronized.
+    `into` may be of a wider dtype (a router that the engine keeps in fp32): it is read back in that of `part`. The
+    result is an int64 scalar. A CPU compares while the data is in its cache; a GPU is not synchronized.
     """
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
         pairs = zip(part.split(lines), into.split(lines), strict=True)
         return torch.tensor(sum(_write_strip(*pair) for pair in pairs))
     into.copy_(part)
-    return (_integers(into) != _integers(part)).any().to(torch.int64)
+    return (_integers(into.to(part.dtype)) != _integers(part)).any().to(torch.int64)
 
 
 def _write_strip(part: Tensor, into: Tensor) -> bool:
     into.copy_(part)
-    return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())  # faster than torch.equal
+    read = into.to(part.dtype)
+    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())  # faster than torch.equal
 
 
 def _integers(x: Tensor) -> Tensor:

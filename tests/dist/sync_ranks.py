@@ -2,6 +2,7 @@
 
     python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR...      (under RANK, WORLD_SIZE, ...)
     python sync_ranks.py FOLDER dies MODEL                  the last rank does, in the middle of a sync
+    python sync_ranks.py FOLDER bf16 MODEL...               engines of one rank, one sync each
 
 The "trainer" is a plain holder of Megatron-named parameters, filled through the slices; the oracle is the
 transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
@@ -10,6 +11,7 @@ transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -26,7 +28,7 @@ from torch import Tensor
 from megarl.config.schema import Rollout
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
-from megarl.models.registry import hf_shapes, megatron_table, read_model
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.platform.env import Env
@@ -110,8 +112,8 @@ def layouts(shape: ModelShape, world: int) -> list[Parallel]:
 class Reference:
     """The model's weights under HF names, and what transformers makes of a checkpoint that holds them."""
 
-    def __init__(self, home: Path, shape: ModelShape) -> None:
-        self.shapes = hf_shapes(shape)
+    def __init__(self, home: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+        self.shapes, self.dtype, self.fp32 = hf_shapes(shape), dtype, fp32_tensors(shape)
         self.weights: dict[str, Tensor] = {}
         self._folder = home / f"reference_{dist.get_rank()}"
         self._folder.mkdir(exist_ok=True)
@@ -123,25 +125,29 @@ class Reference:
         generator = torch.Generator().manual_seed(seed)
         for name, size in self.shapes.items():
             noise = torch.randn(size, generator=generator)
-            self.weights[name] = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
+            noise = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
+            self.weights[name] = noise if name in self.fp32 else noise.to(self.dtype)
         save_file(self.weights, self._folder / "model.safetensors", metadata={"format": "pt"})
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            self._folder, dtype=torch.float32, output_loading_info=True
+            self._folder, dtype=self.dtype, output_loading_info=True
         )
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         self.model = model.eval()
 
     @torch.no_grad()
     def logprobs(self, tokens_NL: Tensor, temperature: float = 1.0) -> Tensor:
-        scores = torch.log_softmax(self.model(tokens_NL).logits / temperature, -1)
+        scores = torch.log_softmax(self.model(tokens_NL).logits.float() / temperature, -1)
         return scores[:, :-1].gather(2, tokens_NL[:, 1:, None])[..., 0]
 
+    def errors(self, samples: Sequence[Sample], temperature: float) -> Tensor:
+        rows = [
+            (self.logprobs(sample.tokens[None], temperature)[0] - sample.rollout_logprobs[1:])[sample.trainable[1:]]
+            for sample in samples
+        ]
+        return torch.cat(rows).abs()
+
     def error(self, samples: Sequence[Sample], temperature: float) -> float:
-        worst = 0.0
-        for sample in samples:
-            mine = self.logprobs(sample.tokens[None], temperature)[0]
-            worst = max(worst, float((mine - sample.rollout_logprobs[1:])[sample.trainable[1:]].abs().max()))
-        return worst
+        return float(self.errors(samples, temperature).max())
 
 
 def holder(slices: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -150,7 +156,8 @@ def holder(slices: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[
     for part in slices:
         last = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
         sizes[part.param] = max(sizes.get(part.param, 0), part.offset + last + 1)
-    found = {name: torch.full((size + 3,), torch.nan)[:size] for name, size in sizes.items()}
+    dtypes = {part.param: weights[part.name].dtype for part in slices}
+    found = {name: torch.full((size + 3,), torch.nan, dtype=dtypes[name])[:size] for name, size in sizes.items()}
     for part in slices:
         whole = weights[part.name]
         if len(part.shape) > whole.dim():
@@ -182,7 +189,9 @@ class Faulty(Collective):
 
 
 class Launch:
-    def __init__(self, folder: Path, name: str, tensor: int, job: str = "sync") -> None:
+    def __init__(
+        self, folder: Path, name: str, tensor: int, job: str = "sync", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.rank, self.world, self.tensor = dist.get_rank(), dist.get_world_size(), tensor
         self.name = name
         home = folder / name
@@ -193,11 +202,17 @@ class Launch:
             model.config.save_pretrained(home)
         dist.barrier()
         self.shape = read_model(home)
-        self.reference = Reference(home, self.shape)
+        self.reference, self.dtype, self.fp32 = Reference(home, self.shape, dtype), dtype, fp32_tensors(self.shape)
         rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(
-            home, rollout, env, stop_token_ids=(1,), dtype=torch.float32, shapes=self.reference.shapes
+            home,
+            rollout,
+            env,
+            stop_token_ids=(1,),
+            dtype=dtype,
+            shapes=self.reference.shapes,
+            fp32=self.fp32,
         )
         self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
@@ -222,7 +237,7 @@ class Launch:
             megatron_table(self.shape, spec="local", padded_vocab=padded), self.shape, fleet.trainer_layout(self.rank)
         )
         self.held = holder(self.slices, self.reference.weights)
-        weights = WeightFormat(self.reference.shapes, torch.float32)
+        weights = WeightFormat(self.reference.shapes, self.dtype, self.fp32)
         transport = transport or Collective()
         if drop:
             plan = plan_slices(
@@ -234,10 +249,10 @@ class Launch:
             )
         else:
             plan = plan_transfers(
-                self.shape, fleet, padded_vocab=padded, itemsize=4, round_bytes=64 << 10, spec="local"
+                self.shape, fleet, padded_vocab=padded, itemsize=self.dtype.itemsize, round_bytes=64 << 10, spec="local"
             )
         table = slices_of(engine_table(self.shape), self.shape, fleet.engine_layout(self.rank))
-        bound = 1e-4
+        most, mean = (1e-4, 1e-4) if self.dtype == torch.float32 else (math.inf, 0.1)  # a near-tie of two experts
         return Publisher(
             plan,
             WeightSender(self.slices, lambda: self.held),
@@ -245,7 +260,7 @@ class Launch:
             transport,
             weights,
             ranks_per_replica=self.tensor,
-            probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, bound, bound, always=True),
+            probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, most, mean, always=True),
             table=[replace(part, offset=part.offset + (part.name == moved)) for part in table],
             is_atomic=is_atomic,
         )
@@ -367,8 +382,32 @@ def dies(folder: Path, name: str) -> None:
     os._exit(0)  # the world is broken: nothing to close
 
 
+def in_bf16(folder: Path, names: Sequence[str]) -> dict:
+    """A sync of each family; another with other weights; the first weights again."""
+    seen: dict = {}
+    for name in names:
+        launch = Launch(folder, name, 1, dtype=torch.bfloat16)
+        publisher = launch.connect(Parallel())
+        publisher.publish(version=0)
+        first = launch.sample(0)
+        error = float(launch.reference.errors(first, 0.7).mean())
+        launch.change(5)
+        stale = float(launch.reference.errors(first, 0.7).mean())
+        publisher.publish(version=1)
+        launch.change(0)
+        publisher.publish(version=2)
+        pairs = zip(first, launch.sample(2), strict=True)
+        same = all(a.rollout_logprobs.equal(b.rollout_logprobs) for a, b in pairs)
+        seen[name] = {"error": error, "stale": stale, "same": same}
+        launch.engine.close()
+    return seen
+
+
 def main(folder: Path, cases: Sequence[str]) -> None:
     dist.init_process_group("gloo")
+    if cases[0] == "bf16":
+        (folder / "rank_0.json").write_text(json.dumps(in_bf16(folder, cases[1:])))
+        return
     if cases[0] == "dies":
         dies(folder, cases[1])
     seen: dict = {}

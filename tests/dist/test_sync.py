@@ -87,6 +87,18 @@ def test_more_engines(tmp_path, world, models):
         check_model(seen, name)
 
 
+@pytest.mark.long
+def test_every_family_syncs_in_bf16(tmp_path):
+    """Engines keep some tensors in fp32 (GLM's router), which arrive in bf16."""
+    names = sorted({*FOUR, *TWO, *OTHERS})
+    run_ranks(RANKS, 1, str(tmp_path), "bf16", *names)
+    seen = json.loads((tmp_path / "rank_0.json").read_text())
+    assert seen.keys() == set(names)
+    for name, found in seen.items():
+        assert found["error"] < 0.1 and found["stale"] > 1, (name, found)
+        assert found["same"], name
+
+
 def test_local_bytes_do_not_travel(four, two):
     assert two[0]["llama"]["bytes"]["dp2"][1] == 0  # each rank trains and samples on all of it
     assert two[0]["llama"]["bytes"]["tp2"][1] > 0

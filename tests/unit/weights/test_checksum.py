@@ -120,5 +120,7 @@ def test_what_is_written_is_read_back(shape, dtype):
 def test_memory_that_is_written_twice_is_seen():
     into = torch.zeros(5).as_strided((4, 2), (1, 1))  # elements that share a place: the last to come stays
     assert int(copy_and_verify(torch.arange(8.0).view(4, 2), into)) == 1
+    wide, narrow = torch.empty(4, 2), torch.randn(4, 2).bfloat16()
+    assert int(copy_and_verify(narrow, wide)) == 0 and wide.equal(narrow.float())
     twice = torch.zeros(1 << 17).as_strided((2, 1 << 17), (0, 1))  # strips of their own
     assert int(copy_and_verify(torch.randn(2, 1 << 17), twice)) == 0, "each is read back as soon as it is written"
