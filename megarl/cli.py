@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _convert(args)
         if args.command == "plan":
             return _plan(args, overrides)
+        if args.command == "check" and args.parity:
+            return _run("parity", args.config, overrides, dry_run=False)
         if args.command == "check":
             return _check(args.config, [text for text in args.layouts if "=" not in text], overrides)
         return _run(args.command, args.config, overrides, dry_run=getattr(args, "dry_run", False))
@@ -76,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
     evaluate = commands.add_parser("eval", help="measure a model's accuracy on held-out problems of the task")
     plan = commands.add_parser("plan", help="predict bytes and time of a weight sync, without weights or a GPU")
-    check = commands.add_parser("check", help="compare one update of the model under several layouts")
+    check = commands.add_parser("check", help="compare layouts on one update, or trainer and engine")
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
+    check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
@@ -168,8 +171,9 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
 
     env = Env.read()
     config = load_config(path, overrides)
-    if command == "eval":  # its own folder, beside the run's
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-eval"})})
+    if command in ("eval", "parity"):  # its own folder, beside the run's
+        name = f"{config.run.name}-{command}"
+        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:
         job = preflight(config, env, command=command)
         if not dry_run:

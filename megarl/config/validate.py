@@ -47,7 +47,7 @@ class Job:
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
-    has_engine = config.stage == "rl" or command == "eval"
+    has_engine = config.stage == "rl" or command in ("eval", "parity")
     _check_available(config)
     shape = model_shape(config)
     gpus = count_gpus()

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import compare, explain
+from megarl.algorithms.parity import FORMAT_EPS, Excess, compare, excess, explain
 from megarl.config.schema import Config
 from megarl.data.collate import token_batch
+from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, ScoredBatch
+from megarl.types import CheckFailed, ScoredBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,22 @@ class ParityGate:
             f"{explain(parity, is_moe=self.is_moe, temperature=batch.temperature)}. "
             "Nothing was updated; raise checks.max_logprob_diff only if you know why they differ"
         )
+
+
+def measure_excess(trainer: Trainer, batch: TrainBatch, *, draws: int = 4) -> Excess:
+    """A collective. Compares the batch's rollout log-probs with the trainer's, and both with the floor."""
+    dtype = "tf32" if trainer.train.dtype == "fp32" and trainer.device.type == "cuda" else trainer.train.dtype
+
+    def logprobs() -> Tensor:
+        logprobs_T = trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        return logprobs_T
+
+    exact_T, noise = logprobs(), []
+    for draw in range(draws):
+        with rounding_errors(trainer.model, FORMAT_EPS[dtype], seed=draw * trainer.layout.world + trainer.layout.rank):
+            noise.append(logprobs() - exact_T)
+    return excess(batch, exact_T, torch.stack(noise))
 
 
 def probe_tokens(vocab: int, *, rows: int = 4, length: int) -> Tensor:

@@ -17,7 +17,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
-    if config.stage == "rl" or command == "eval":
+    if config.stage == "rl" or command in ("eval", "parity"):
         make_rewards(config.rewards)
     return job
 

@@ -1,22 +1,24 @@
-"""Builds and runs an RlRun on one rank; and `megarl eval`.
+"""Builds and runs an RlRun on one rank; and `megarl eval` and `megarl check --parity`.
 
 engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from megarl.algorithms.objective import Objective
+from megarl.algorithms.parity import MAX_EXCESS
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import ParityGate, parity_bound, probe_tokens, score_rows
+from megarl.launch.parity import ParityGate, measure_excess, parity_bound, probe_tokens, score_rows
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
@@ -34,9 +36,10 @@ from megarl.stages.evaluation import Evaluation
 from megarl.stages.rl import RlRun, train
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt
+from megarl.types import CheckFailed, Prompt, Sample
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
+PARITY_PROMPTS = 8
 Span = Callable[[str], AbstractContextManager[None]]
 
 
@@ -57,6 +60,35 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
         if env.is_main:
             rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
             print(f"{result['size']} fresh problems", *rows, sep="\n", flush=True)
+
+
+def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
+    checks = config.checks.model_copy(update={"max_logprob_diff": math.inf})  # the verdict is given here
+    with open_rank(config.model_copy(update={"checks": checks}), env, phase) as rank:
+        engine, trainer = make_engine(rank), make_trainer(rank)
+        _publisher(rank, trainer, engine).publish(version=0)
+        exchange = replace(_exchange(rank, engine), rewards=_Unscored())
+        rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+        batch = collate(rollout.groups, temperature=config.rollout.temperature)
+        found = measure_excess(trainer, batch)
+        if env.is_main:
+            print(f"{int(batch.mask.sum())} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
+            print(f"measured   median {found.median:<10.3g} 90% below {found.p90:.3g}")
+            print(f"floor      median {found.floor_median:<10.3g} 90% below {found.floor_p90:.3g}")
+            print(f"statistic  {found.statistic:.3g}, at most {MAX_EXCESS:g} from rounding", flush=True)
+        if found.statistic > MAX_EXCESS:
+            raise CheckFailed(
+                f"trainer and engine differ by more than rounding explains: statistic {found.statistic:.3g}, at most "
+                f"{MAX_EXCESS:g}"
+            )
+
+
+class _Unscored:
+    """roles.Rewards, without any."""
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        return [replace(sample, reward=0.0) for sample in samples]
 
 
 def train_policy(rank: Rank, engine: Engine) -> Trainer:

@@ -88,9 +88,9 @@ def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhas
         from megarl.launch.run_sft import run_sft
 
         return run_sft
-    from megarl.launch.run_rl import run_eval, run_rl
+    from megarl.launch.run_rl import run_eval, run_parity, run_rl
 
-    return run_eval if command == "eval" else run_rl
+    return {"eval": run_eval, "parity": run_parity}.get(command, run_rl)
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:

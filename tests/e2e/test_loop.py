@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,9 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megarl.cli", "train", f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def train(folder: Path, config: str, *overrides: str, command: str = "train") -> subprocess.CompletedProcess[str]:
+    args = [sys.executable, "-m", "megarl.cli", command, f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
+    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,20 @@ def test_a_bound_that_cannot_be_met_stops_with_3_and_says_what_it_saw(tmp_path: 
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("\n") == 1 and "1e-09" in done.stderr and "Traceback" not in done.stderr
     assert json.loads((tmp_path / "refused" / "exit.json").read_text())["code"] == 3
+
+
+def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
+    """In bf16, where trainer and engine differ by a thousand times more than in fp32."""
+    done = train(tmp_path, "tiny_moe", "--parity", "train.dtype=bf16", "run.name=tiny", command="check")
+    assert done.returncode == 0, done.stderr
+    figures = re.fullmatch(
+        r"\d+ sampled tokens, bf16.*measured +median (\S+) .*floor +median (\S+) .*statistic +(\S+), at most 2.*",
+        done.stdout,
+        re.DOTALL,
+    )
+    assert figures is not None, done.stdout
+    measured, floor, statistic = map(float, figures.groups())
+    assert 1e-3 < measured < 0.03 and 1e-3 < floor < 0.03 and statistic < 1
 
 
 @pytest.mark.long

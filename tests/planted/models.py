@@ -75,6 +75,12 @@ MODELS = [
         f"{ENGINE}::test_loaders_that_differ_are_named",
     ),
     (
+        "weights/execute.py",
+        "split_message(message, flat.to(CPU))",
+        "split_message(message, flat)",
+        "unit/checkpoint/test_hf.py::test_parameters_on_another_device_are_exported_from_there",
+    ),
+    (
         "weights/checksum.py",
         "_weigh_halves(columns, 1) + data.numel()",
         "_weigh_halves(columns, 1)",
@@ -88,7 +94,7 @@ MODELS = [
     ),
     (
         "weights/checksum.py",
-        "return not np.array_equal(_integers(into).numpy(), _integers(part).numpy())",
+        "return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())",
         "return False",
         f"{CHECKSUM}::test_memory_that_is_written_twice_is_seen",
     ),

@@ -83,9 +83,33 @@ TRAINER = [
     ),
     (
         "trainer/optimizer.py",
-        "clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)",
-        "clip_grad_by_total_norm_fp32(parameters, clip_grad, max(float(p.grad.norm()) for p in parameters))",
+        "norm,\n                    use_decoupled_grad",
+        "max(float(p.grad.norm()) for p in parameters),\n                    use_decoupled_grad",
         f"{RANKS}::test_clipping_is_by_the_norm_of_the_whole_model",
+    ),
+    (
+        "trainer/optimizer.py",
+        "use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "use_decoupled_grad=False",
+        "unit/trainer/test_optimizer.py::test_gradients_are_clipped_where_the_optimizer_keeps_them",
+    ),
+    (
+        "algorithms/parity.py",
+        "noise_DT[:, batch.mask] * 2**0.5",
+        "noise_DT[:, batch.mask]",
+        "unit/trainer/test_rounding.py::test_by_hand",
+    ),
+    (
+        "algorithms/parity.py",
+        ', interpolation="higher")',
+        ")",
+        "unit/trainer/test_rounding.py::test_by_hand",
+    ),
+    (
+        "trainer/rounding.py",
+        "handle.remove()",
+        "pass",
+        "unit/trainer/test_rounding.py::test_rounding_is_below_the_bound_and_faults_are_above",
     ),
     (
         "trainer/trainer.py",
