@@ -88,9 +88,13 @@ def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhas
         from megarl.launch.run_sft import run_sft
 
         return run_sft
-    from megarl.launch.run_rl import run_eval, run_parity, run_rl
+    if command == "parity":
+        from megarl.launch.run_rl import run_parity
 
-    return {"eval": run_eval, "parity": run_parity}.get(command, run_rl)
+        return run_parity
+    from megarl.launch.run_rl import run_eval, run_rl
+
+    return run_eval if command == "eval" else run_rl
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:

@@ -80,6 +80,7 @@ def test_a_bound_that_cannot_be_met_stops_with_3_and_says_what_it_saw(tmp_path: 
     assert json.loads((tmp_path / "refused" / "exit.json").read_text())["code"] == 3
 
 
+@pytest.mark.long
 def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
     """In bf16, where trainer and engine differ by a thousand times more than in fp32."""
     done = train(tmp_path, "tiny_moe", "--parity", "train.dtype=bf16", "run.name=tiny", command="check")
