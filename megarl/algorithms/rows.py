@@ -29,8 +29,8 @@ def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
 class Rows:
     """The rows of a flat batch and their True positions.
 
-    A run is a longest stretch of one row with equal mask. Sums go over runs, then over the runs of a row, so what lies
-    at False positions is never touched.
+    A run is a maximal stretch of one row with equal mask. A row's sum is that of its True runs, so whatever is at False
+    positions does not matter.
     """
 
     mask_T: Tensor  # [T] bool

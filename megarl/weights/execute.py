@@ -1,4 +1,4 @@
-"""Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round, and writes them.
+"""Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round.
 
     round n in flight | packs the messages of round n + 1, and passes the local copies of round n to the callback
     round n arrived   | takes checksums, passes messages to the callback, packs the relays of round n + 1 from them
