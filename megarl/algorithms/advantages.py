@@ -59,13 +59,14 @@ def grpo(
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     score_N, groups, biased = batch.scores_N, batch.groups, std == "biased"
-    advantage_N = groups.centre(score_N, leave_one_out=leave_one_out)
+    centred_N = groups.centre(score_N)
+    advantage_N = groups.leave_one_out(centred_N) if leave_one_out else centred_N
     if scale == "group":
-        std_N = groups.std(score_N, biased=biased, leave_one_out=leave_one_out)
+        std_N = groups.std(centred_N, biased=biased, leave_one_out=leave_one_out)
         advantage_N, score_N = _divide(advantage_N, std_N, eps), score_N / (1 + eps)
     elif scale == "batch":
         everyone = Groups.of(torch.zeros_like(groups.group_V), groups.size_V > 0)
-        advantage_N = _divide(advantage_N, everyone.std(score_N, biased=biased), eps)
+        advantage_N = _divide(advantage_N, everyone.std(everyone.centre(score_N), biased=biased), eps)
     return _with_singletons(advantage_N, score_N, groups, singleton)
 
 
@@ -78,7 +79,7 @@ def dr_grpo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 def rloo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """RLOO: A_i = R_i - mean of the other rows' R. Ahmadian et al. 2024, arXiv 2402.14740."""
     score_N = batch.scores_N
-    return _with_singletons(batch.groups.centre(score_N, leave_one_out=True), score_N, batch.groups, singleton)
+    return _with_singletons(batch.groups.leave_one_out(batch.groups.centre(score_N)), score_N, batch.groups, singleton)
 
 
 def reinforce_pp_baseline(batch: _Batch, *, singleton: str = "raw") -> Tensor:
@@ -147,7 +148,8 @@ def grpo_process(
     advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv 2402.03300, section 4.1.3."""
     reward_V = batch.rewards_T[step_ends_T].double()
     groups = Groups.of(batch.rows.spread(batch.groups.group_V)[step_ends_T], step_ends_T[step_ends_T])
-    step_V = _divide(groups.centre(reward_V), groups.std(reward_V, biased=std == "biased"), eps)
+    centred_V = groups.centre(reward_V)
+    step_V = _divide(centred_V, groups.std(centred_V, biased=std == "biased"), eps)
     steps_T = torch.zeros_like(batch.rewards_T, dtype=torch.float64)
     steps_T[step_ends_T] = _with_singletons(step_V, reward_V, groups, singleton)
     return batch.rows.sum_to_end(steps_T)

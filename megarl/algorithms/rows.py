@@ -43,7 +43,7 @@ class Rows:
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
         mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
-        changes = (mask_T[1:] != mask_T[:-1]).nonzero().flatten() + 1
+        changes = _nonzero(mask_T[1:] != mask_T[:-1]) + 1
         cu_runlens = torch.unique(torch.cat([cu_seqlens, changes]))
         run_mask_R, first_run_N = mask_T[cu_runlens[:-1]], torch.searchsorted(cu_runlens, cu_seqlens)
         lengths_R = (cu_runlens.diff() * run_mask_R).double()
@@ -116,23 +116,23 @@ class Groups:
         mean_V = self.sum(x_V) / size_V
         return mean_V + self.sum(x_V - mean_V) / size_V  # the second pass removes the rounding of the first
 
-    def centre(self, x_V: Tensor, *, leave_one_out: bool = False) -> Tensor:
-        """x minus the group's mean, or minus the mean of the group's other values; 0 for a group of one.
-
-        Exactly 0 where the values of a group differ only by rounding.
-        """
+    def centre(self, x_V: Tensor) -> Tensor:
+        """x minus the group's mean; exactly 0 where the values of a group differ only by rounding."""
         mean_V = self.mean(x_V)
         centred_V = x_V.double() - mean_V
         differs_V = centred_V.abs() > 1e-12 * mean_V.abs().clamp(min=1)
-        centred_V = torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
-        return centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V
+        return torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
 
-    def std(self, x_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
+    def leave_one_out(self, centred_V: Tensor) -> Tensor:
+        """x minus the mean of the group's other values, from x minus that of all; 0 for a group of one."""
+        return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)
+
+    def std(self, centred_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
         """The group's standard deviation, or that of the group's other values; 0 where there are fewer than two."""
-        squares_V = self.centre(x_V).square()
+        squares_V = centred_V.square()
         total_V, size_V = self.sum(squares_V), self.size_V
         if leave_one_out:  # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
-            rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
+            rest_V = total_V - self.leave_one_out(squares_V)
             total_V, size_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0), size_V - 1
         return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
 
@@ -144,9 +144,18 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of segments, none of them empty."""
     if x_T.requires_grad or x_T.device.type != "cpu":
         return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
-    result = torch.empty(cu_seqlens.numel() - 1, dtype=dtype)
-    np.add.reduceat(x_T.numpy(), cu_seqlens[:-1].numpy(), dtype=result.numpy().dtype, out=result.numpy())
+    x, ends = x_T.numpy(), cu_seqlens.numpy()
+    last_R = x[ends[1:] - 1]
+    if np.count_nonzero(x != 0) == np.count_nonzero(last_R):  # outcome rewards: 0 but at the ends of segments
+        return torch.from_numpy(last_R).to(dtype)
+    result = torch.empty(len(last_R), dtype=dtype)
+    np.add.reduceat(x, ends[:-1], dtype=result.numpy().dtype, out=result.numpy())
     return result
+
+
+def _nonzero(mask_T: Tensor) -> Tensor:
+    on_cpu = mask_T.device.type == "cpu"
+    return torch.from_numpy(np.flatnonzero(mask_T.numpy())) if on_cpu else mask_T.nonzero().flatten()
 
 
 def _repeat(x_R: Tensor, lengths_R: Tensor, total: int) -> Tensor:

@@ -16,14 +16,20 @@ ALGORITHMS = [
     ),
     (
         "algorithms/rows.py",
+        "np.count_nonzero(x != 0) == np.count_nonzero(last_R)",
+        "np.count_nonzero(last_R)",
+        f"{ROWS}::test_sums_and_spreads_are_plain_loops",
+    ),
+    (
+        "algorithms/rows.py",
         "x_T = x_T.to(at_least_fp32(x_T.dtype))\n",
         "\n",
         f"{ROWS}::test_half_precision_is_summed_in_fp32_or_as_told",
     ),
     (
         "algorithms/rows.py",
-        "centred_V * self.size_V / (self.size_V - 1).clamp(min=1) if leave_one_out else centred_V",
-        "centred_V",
+        "return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)",
+        "return centred_V",
         f"{ENUMERATION}::test_rloo_is_unbiased",
     ),
     (
