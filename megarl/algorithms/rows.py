@@ -148,9 +148,7 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     last_R = x[ends[1:] - 1]
     if np.count_nonzero(x != 0) == np.count_nonzero(last_R):  # outcome rewards: 0 but at the ends of segments
         return torch.from_numpy(last_R).to(dtype)
-    result = torch.empty(len(last_R), dtype=dtype)
-    np.add.reduceat(x, ends[:-1], dtype=result.numpy().dtype, out=result.numpy())
-    return result
+    return torch.from_numpy(np.add.reduceat(x, ends[:-1], dtype=str(dtype).removeprefix("torch.")))
 
 
 def _nonzero(mask_T: Tensor) -> Tensor:

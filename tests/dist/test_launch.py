@@ -33,15 +33,16 @@ def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Command lines that name `folder`: launchers and ranks."""
+    """State, parent and command line of the launchers and ranks that name `folder`."""
     found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            text = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            text = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if "-m megarl." in text and str(folder) in text:
+                status = (process / "status").read_text().splitlines()
+                found.append(" ".join([process.name, *(x for x in status if x.startswith(("State", "PPid"))), text]))
         except OSError:
             continue
-        if str(folder) in text:
-            found.append(text)
     return found
 
 
@@ -74,9 +75,9 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     assert (stopped.returncode, err.count("\n")) == (130, 1), err
     killed.communicate()
     deadline = time.monotonic() + 120
-    while processes_about(tmp_path) and time.monotonic() < deadline:
+    while (left := processes_about(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not processes_about(tmp_path)
+    assert not left
     sampled = digests(tmp_path / "stopped")
     for own, other in zip(sampled, digests(tmp_path / "killed"), strict=False):
         assert own == other, "the other job's activations came through"
