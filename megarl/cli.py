@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _convert(args)
         if args.command == "plan":
             return _plan(args, overrides)
-        if args.command == "check" and args.parity:
-            return _run("parity", args.config, overrides, dry_run=False)
+        if args.command == "check" and (args.parity or args.sync):
+            return _run("parity" if args.parity else "sync", args.config, overrides, dry_run=False)
         if args.command == "check":
             return _check(args.config, [text for text in args.layouts if "=" not in text], overrides)
         return _run(args.command, args.config, overrides, dry_run=getattr(args, "dry_run", False))
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="compare layouts on one update, or trainer and engine")
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
     check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
+    check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
@@ -171,7 +172,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
 
     env = Env.read()
     config = load_config(path, overrides)
-    if command in ("eval", "parity"):  # its own folder, beside the run's
+    if command != "train":  # its own folder, beside the run's
         name = f"{config.run.name}-{command}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:

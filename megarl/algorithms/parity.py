@@ -7,11 +7,12 @@ difference is a fault; how it is distributed over the batch shows where to look 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from megarl.types import ScoredBatch, TrainBatch
+from megarl.types import ScoredBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,37 +41,67 @@ MAX_EXCESS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
-    """What trainer and engine differ by, over what rounding explains. Quantiles over tokens, in nats."""
+class Quantiles:
+    """Of absolute differences of log-probs over tokens, in nats. A few tokens that were routed to other experts change
+    neither."""
 
-    median: float  # of |trainer - engine|
+    median: float
     p90: float
-    floor_median: float  # of what two sides that round alike would differ by
-    floor_p90: float
+    max: float
+    count: int
+
+    @classmethod
+    def of(cls, diff: Tensor) -> Quantiles:
+        """NaN counts as infinite."""
+        diff_K = torch.nan_to_num(diff.double().abs().flatten(), nan=torch.inf)
+        if not (count := diff_K.numel()):
+            return cls(0.0, 0.0, 0.0, 0)
+        median, p90 = (float(diff_K.kthvalue(1 + ceil(level * (count - 1))).values) for level in (0.5, 0.9))
+        return cls(median, p90, float(diff_K.max()), count)
+
+    def __str__(self) -> str:
+        return f"median {self.median:.3g}, 90% below {self.p90:.3g}"
+
+
+def rounding_floor(logprobs_K: Tensor, noise_DK: Tensor) -> Quantiles:
+    """What trainer and engine differ by if both are correct.
+
+    Args:
+        noise_DK: [draws, K], the trainer with planted rounding errors minus itself. Both sides round, so the floor has
+            twice its variance, and fp32 log-probs are themselves rounded.
+    """
+    noise, rounding = Quantiles.of(noise_DK * 2**0.5), 2**-22 * float(logprobs_K.double().abs().mean())
+    return Quantiles(noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """What trainer and engine differ by, over what rounding explains."""
+
+    found: Quantiles
+    floor: Quantiles
 
     @property
     def statistic(self) -> float:
-        """The larger squared ratio; about 1 or less in a healthy run. A few tokens that were routed to other experts
-        change neither quantile."""
-        return max(self.median / self.floor_median, self.p90 / self.floor_p90) ** 2
+        """The larger squared ratio; about 1 or less in a healthy run, 0 without tokens."""
+        if not self.found.count:
+            return 0.0
+        return max(self.found.median / self.floor.median, self.found.p90 / self.floor.p90) ** 2
 
+    @property
+    def limit(self) -> float:
+        """MAX_EXCESS, and more for so few tokens that quantiles waver."""
+        return MAX_EXCESS * (1 + 2 / max(self.found.count, 1) ** 0.5) ** 2
 
-def excess(batch: TrainBatch, logprobs_T: Tensor, noise_DT: Tensor) -> Excess:
-    """Compares the trainer's `logprobs_T` with the engine's, on the sampled tokens, and the difference with the floor.
+    @property
+    def is_explained(self) -> bool:
+        return self.statistic <= self.limit
 
-    Args:
-        noise_DT: [draws, T], the trainer with planted rounding errors minus itself. Both sides round, so the floor has
-            twice its variance, and fp32 log-probs are themselves rounded.
-    """
-    logprobs_K = logprobs_T[batch.mask].double()
-    diff_K = torch.nan_to_num(logprobs_K - batch.rollout_logprobs[batch.mask], nan=torch.inf)
-    levels = torch.tensor([0.5, 0.9], dtype=torch.float64, device=diff_K.device)
-    found, floor = (
-        x.double().abs().flatten().quantile(levels, interpolation="higher").tolist()
-        for x in (diff_K, noise_DT[:, batch.mask] * 2**0.5)
-    )
-    rounding = 2**-22 * float(logprobs_K.abs().mean())
-    return Excess(*found, *(each + rounding for each in floor))
+    def __str__(self) -> str:
+        return (
+            f"|trainer - engine| of {self.found.count} tokens: {self.found}; rounding explains: {self.floor}; "
+            f"statistic {self.statistic:.3g}, at most {self.limit:.3g}"
+        )
 
 
 def compare(batch: ScoredBatch) -> Parity:

@@ -25,6 +25,7 @@ from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
+ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
     "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
     "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
@@ -47,7 +48,7 @@ class Job:
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
-    has_engine = config.stage == "rl" or command in ("eval", "parity")
+    has_engine = config.stage == "rl" or command in ENGINE_COMMANDS
     _check_available(config)
     shape = model_shape(config)
     gpus = count_gpus()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
-from megarl.config.validate import Job, check_config
+from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
 from megarl.data.tasks import check_task
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
@@ -17,7 +17,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
-    if config.stage == "rl" or command in ("eval", "parity"):
+    if config.stage == "rl" or command in ENGINE_COMMANDS:
         make_rewards(config.rewards)
     return job
 

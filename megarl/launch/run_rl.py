@@ -1,4 +1,4 @@
-"""Builds and runs an RlRun on one rank; and `megarl eval` and `megarl check --parity`.
+"""Builds and runs an RlRun on one rank; and `megarl eval` and `megarl check --parity | --sync`.
 
 engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
 """
@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.algorithms.objective import Objective
-from megarl.algorithms.parity import MAX_EXCESS
+from megarl.algorithms.parity import Excess, Quantiles
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import ParityGate, measure_excess, parity_bound, probe_tokens, score_rows
+from megarl.launch.parity import PROBE_PROMPTS, PROBE_TOKENS, ParityChecks, measure_logprobs
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
@@ -53,7 +53,8 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     with open_rank(config, env, phase) as rank:
         engine = make_engine(rank)
-        _publisher(rank, make_trainer(rank), engine).publish(version=0)
+        trainer = make_trainer(rank)
+        _publisher(rank, trainer, engine, _parity(rank, trainer, engine)).publish(version=0)
         evaluation = _evaluation(rank, _exchange(rank, engine), every=1)
         evaluation.forget(0)
         result = evaluation.run(0)
@@ -62,26 +63,39 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
             print(f"{result['size']} fresh problems", *rows, sep="\n", flush=True)
 
 
+def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
+    with open_rank(config, env, phase) as rank:
+        engine, trainer = make_engine(rank), make_trainer(rank)
+        parity = _parity(rank, trainer, engine)
+        report = _publisher(rank, trainer, engine, parity).publish(version=0)
+        worst = max(parity.probe(), key=lambda excess: excess.statistic)
+        if env.is_main:
+            kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
+            print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
+            print(f"{kept:.1f} MB kept by {env.world_size} ranks, {received:.1f} MB of them received from others")
+            print(worst, flush=True)
+
+
 def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
     checks = config.checks.model_copy(update={"max_logprob_diff": math.inf})  # the verdict is given here
     with open_rank(config.model_copy(update={"checks": checks}), env, phase) as rank:
         engine, trainer = make_engine(rank), make_trainer(rank)
-        _publisher(rank, trainer, engine).publish(version=0)
+        _publisher(rank, trainer, engine, _parity(rank, trainer, engine)).publish(version=0)
         exchange = replace(_exchange(rank, engine), rewards=_Unscored())
         rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
         batch = collate(rollout.groups, temperature=config.rollout.temperature)
-        found = measure_excess(trainer, batch)
+        measured = measure_logprobs(trainer, batch)
+        found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
+        excess = Excess(found, measured.floor)
         if env.is_main:
-            print(f"{int(batch.mask.sum())} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
-            print(f"measured   median {found.median:<10.3g} 90% below {found.p90:.3g}")
-            print(f"floor      median {found.floor_median:<10.3g} 90% below {found.floor_p90:.3g}")
-            print(f"statistic  {found.statistic:.3g}, at most {MAX_EXCESS:g} from rounding", flush=True)
-        if found.statistic > MAX_EXCESS:
-            raise CheckFailed(
-                f"trainer and engine differ by more than rounding explains: statistic {found.statistic:.3g}, at most "
-                f"{MAX_EXCESS:g}"
-            )
+            print(f"{found.count} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
+            print(f"measured   {found}")
+            print(f"floor      {measured.floor}")
+            print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+        if not excess.is_explained:
+            raise CheckFailed(f"trainer and engine differ by more than rounding explains; {excess}")
 
 
 class _Unscored:
@@ -102,16 +116,16 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
         span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
         evaluation = _evaluation(rank, exchange, every=config.eval.every)
         evaluation.forget(start)
-        is_masked = config.algorithm.truncated == "mask"
+        is_masked, parity = config.algorithm.truncated == "mask", _parity(rank, trainer, engine)
         run = RlRun(
             prompts=prompts,
             rollouts=_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=replace(learner, span=span),
             objective=objective,
-            weights=_publisher(rank, trainer, engine),
+            weights=_publisher(rank, trainer, engine, parity),
             evaluation=evaluation,
-            checks=ParityGate(parity_bound(config), rank.shape.is_moe),
+            checks=parity,
             phases=TimedPhases(span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase),
             checkpoint=checkpoint,
             telemetry=telemetry,
@@ -189,9 +203,25 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
     )
 
 
-def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
-    """Returns the publisher from this trainer to the engine, with a probe that compares them."""
-    config, shape, env, bound = rank.config, rank.shape, rank.env, parity_bound(rank.config)
+def _parity(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
+    config = rank.config
+    added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
+    longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
+    return ParityChecks(
+        rank.transport,
+        partial(measure_logprobs, trainer),
+        engine,
+        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(PROBE_PROMPTS)],
+        added,
+        max_diff=config.checks.max_logprob_diff,
+        always=config.checks.probe == "always",
+        is_moe=rank.shape.is_moe,
+    )
+
+
+def _publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+    """Returns the publisher from this trainer to the engine."""
+    config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     launch = config.launch.model_copy(update={"processes": env.world_size})
     fleet = fleet_of(config.model_copy(update={"launch": launch}), ranks_per_node=env.local_world_size)
@@ -210,14 +240,6 @@ def _publisher(rank: Rank, trainer: Trainer, engine: Engine) -> Publisher:
     else:
         table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
         plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
-    probe = Probe(
-        probe_tokens(shape.vocab, length=min(16, engine.max_model_len - 1)),
-        trainer=partial(score_rows, trainer),
-        engine=engine.score,
-        max=bound.max,
-        mean=bound.mean,
-        always=config.checks.probe == "always",
-    )
     return Publisher(
         plan,
         WeightSender(trainer.local_slices(), trainer.parameters_by_name),

@@ -43,7 +43,7 @@ def run_external(config: Config, env: Env, command: str) -> int:
 
 
 def run_rank(config: Config, env: Env, command: str) -> int:
-    """Run `command` (train, eval or check) on this rank; returns its exit code. Never raises."""
+    """Run `command` (train, check, or one of ENGINE_COMMANDS) on this rank; returns its exit code. Never raises."""
     folder = run_dir(config)
     terminal = _redirect_output(folder / "logs" / f"rank_{env.rank}.log")
     if env.is_main:
@@ -88,13 +88,9 @@ def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhas
         from megarl.launch.run_sft import run_sft
 
         return run_sft
-    if command == "parity":
-        from megarl.launch.run_rl import run_parity
+    from megarl.launch import run_rl
 
-        return run_parity
-    from megarl.launch.run_rl import run_eval, run_rl
-
-    return run_eval if command == "eval" else run_rl
+    return getattr(run_rl, "run_rl" if command == "train" else f"run_{command}")
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:

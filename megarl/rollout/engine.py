@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,22 +165,38 @@ class Engine:
         outputs = self._generate([list(request.prompt.tokens) for request in requests], params)
         return [_sample(request, output, version) for request, output in zip(requests, outputs, strict=True)]
 
-    def score(self, tokens_NL: Tensor) -> Tensor:
-        """[N, L - 1] fp32: log-probs of tokens[:, 1:] at temperature 1, under the latest weights, committed or not."""
-        assert self.receiver.state in ("sealed", "ready"), f"nothing to score with: state {self.receiver.state}"
-        self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
+        """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
+        latest weights, committed or not."""
         from vllm import SamplingParams
 
+        room = [min(max_tokens, self.max_model_len - 1 - len(prompt)) for prompt in prompts]
+        params = [
+            SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            for seed, tokens in enumerate(room)
+        ]
+        outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
+        return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
+
+    def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
+        """Returns, for each row [L] of tokens, [L - 1] fp32: log-probs of row[1:] at temperature 1, under the latest
+        weights, committed or not."""
+        from vllm import SamplingParams
+
+        prompts = [row.tolist() for row in rows]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        rows = tokens_NL.tolist()
-        outputs = self._generate(rows, [params] * len(rows))
-        return torch.tensor(
-            [
+        outputs = self._uncommitted(prompts, [params] * len(prompts))
+        return [
+            torch.tensor(
                 [entry[token].logprob for token, entry in zip(row[1:], (output.prompt_logprobs or [])[1:], strict=True)]  # type: ignore[index]
-                for row, output in zip(rows, outputs, strict=True)
-            ],
-            dtype=torch.float32,
-        )
+            )
+            for row, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
+        self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
+        return self._generate(prompts, params)
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         if not prompts:

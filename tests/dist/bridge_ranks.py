@@ -20,13 +20,13 @@ from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
 from megarl.config.schema import Rollout
-from megarl.launch.parity import probe_tokens, score_rows
+from megarl.launch.parity import ParityChecks, measure_logprobs
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
 from megarl.trainer.bridged import Bridged, record
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
 WORLD = 2
@@ -154,8 +154,6 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         fp32=fp32_tensors(shape),
     )
     policy = bench.policy(model, config_of(parallel), shape)
-    tokens_NL = probe_tokens(shape.vocab, length=24)
-    trainer = partial(score_rows, policy.trainer)
     weights, transport = WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
     plan = plan_slices(
         weights,
@@ -164,6 +162,10 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
     )
+    prompts = torch.randint(shape.vocab, (4, 8), generator=torch.Generator().manual_seed(20)).tolist()
+    parity = ParityChecks(
+        transport, partial(measure_logprobs, policy.trainer), engine, prompts, max_tokens=16, max_diff=1e-4, always=True
+    )
     publisher = Publisher(
         plan,
         WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
@@ -171,15 +173,15 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         transport,
         weights,
         ranks_per_replica=tensor,
-        probe=Probe(tokens_NL, trainer, engine.score, 1e-4, 1e-4, always=True),
+        probe=parity,
     )
     scored, errors, stale = policy.score(random_batch(num_rows=8)), [], []
     for version in range(3):
         report = publisher.publish(version=version)
         assert report.verified
-        errors.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
+        errors.append(max(excess.found.max for excess in parity.probe()))
         policy.update(scored)
-        stale.append(float((engine.score(tokens_NL) - trainer(tokens_NL)).abs().max()))
+        stale.append(max(excess.found.max for excess in parity.probe()))
     sizes = [report.num_tensors, report.bytes_kept, report.bytes_received]
     engine.close()
     return {"model": model, "parallel": parallel, "errors": errors, "stale": stale, "sizes": sizes}

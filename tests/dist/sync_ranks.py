@@ -25,7 +25,9 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.algorithms.parity import Quantiles
 from megarl.config.schema import Rollout
+from megarl.launch.parity import Measured, ParityChecks
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
@@ -33,10 +35,10 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
-from megarl.types import CheckFailed, Prompt, Sample
+from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
@@ -139,6 +141,11 @@ class Reference:
         scores = torch.log_softmax(self.model(tokens_NL).logits.float() / temperature, -1)
         return scores[:, :-1].gather(2, tokens_NL[:, 1:, None])[..., 0]
 
+    def measure(self, batch: TokenBatch) -> Measured:
+        rows = batch.tokens.split(batch.cu_seqlens.diff().tolist())
+        logprobs_T = torch.cat([torch.cat([self.logprobs(row[None])[0], torch.zeros(1)]) for row in rows])
+        return Measured(logprobs_T[batch.mask], Quantiles(1.0, 1.0, 1.0, 1))  # a bound is set
+
     def errors(self, samples: Sequence[Sample], temperature: float) -> Tensor:
         rows = [
             (self.logprobs(sample.tokens[None], temperature)[0] - sample.rollout_logprobs[1:])[sample.trainable[1:]]
@@ -214,7 +221,6 @@ class Launch:
             shapes=self.reference.shapes,
             fp32=self.fp32,
         )
-        self.probe_NL = torch.randint(0, self.shape.vocab, (4, 24), generator=torch.Generator().manual_seed(7))
 
     def connect(
         self,
@@ -252,7 +258,15 @@ class Launch:
                 self.shape, fleet, padded_vocab=padded, itemsize=self.dtype.itemsize, round_bytes=64 << 10, spec="local"
             )
         table = slices_of(engine_table(self.shape), self.shape, fleet.engine_layout(self.rank))
-        most, mean = (1e-4, 1e-4) if self.dtype == torch.float32 else (math.inf, 0.1)  # a near-tie of two experts
+        probe = ParityChecks(
+            transport,
+            self.reference.measure,
+            self.engine,
+            torch.randint(0, self.shape.vocab, (4, 8), generator=torch.Generator().manual_seed(7)).tolist(),
+            max_tokens=16,
+            max_diff=1e-4 if self.dtype == torch.float32 else math.inf,  # near-ties of two experts
+            always=True,
+        )
         return Publisher(
             plan,
             WeightSender(self.slices, lambda: self.held),
@@ -260,7 +274,7 @@ class Launch:
             transport,
             weights,
             ranks_per_replica=self.tensor,
-            probe=Probe(self.probe_NL, self.reference.logprobs, self.engine.score, most, mean, always=True),
+            probe=probe,
             table=[replace(part, offset=part.offset + (part.name == moved)) for part in table],
             is_atomic=is_atomic,
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import Parity, compare, explain
+from megarl.algorithms.parity import MAX_EXCESS, Excess, Parity, Quantiles, compare, explain, rounding_floor
 
 CU = torch.tensor([0, 4, 8, 12])
 MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]).bool()  # 2, 3 and 0 sampled tokens
@@ -65,3 +65,26 @@ def pattern(diff: Tensor) -> Parity:
 def test_causes(diff: Tensor, is_moe: bool, words: str) -> None:
     text = explain(pattern(diff), is_moe=is_moe, temperature=0.7)
     assert re.search(words, text), text
+
+
+def test_quantiles_and_floor_by_hand() -> None:
+    diff_K = torch.tensor([0.1, -0.5, 0.3, -0.2, 0.4])
+    quantiles = Quantiles.of(diff_K)
+    assert (quantiles.median, quantiles.p90, quantiles.max) == pytest.approx((0.3, 0.5, 0.5)) and quantiles.count == 5
+    assert Quantiles.of(torch.tensor([0.1, math.nan])) == Quantiles(math.inf, math.inf, math.inf, 2)
+    assert Quantiles.of(diff_K[:0]) == Quantiles(0.0, 0.0, 0.0, 0)
+    many_K = torch.rand(20_000_000, generator=torch.Generator().manual_seed(0))  # torch.quantile takes 16 million
+    assert (Quantiles.of(many_K).median, Quantiles.of(many_K).p90) == pytest.approx((0.5, 0.9), abs=1e-3)
+    floor = rounding_floor(torch.tensor([-2.0, -4.0]), torch.tensor([[0.1, -0.1], [0.1, 0.1]]))
+    assert (floor.median, floor.p90, floor.count) == pytest.approx((0.1 * 2**0.5 + 2**-22 * 3,) * 2 + (4,))
+
+
+def test_excess_by_hand() -> None:
+    def excess(median: float, p90: float, count: int = 10**8) -> Excess:
+        return Excess(Quantiles(median, p90, 9.0, count), Quantiles(0.1, 0.2, 0.0, 1))
+
+    assert (excess(0.3, 0.2).statistic, excess(0.1, 0.4).statistic) == pytest.approx((9, 4))
+    assert excess(0.3, 0.2).limit == pytest.approx(MAX_EXCESS, rel=1e-3)
+    assert excess(0.14, 0.2).is_explained and not excess(0.15, 0.2).is_explained
+    assert excess(0.15, 0.2, count=4).limit == pytest.approx(4 * MAX_EXCESS) and excess(0.15, 0.2, count=4).is_explained
+    assert Excess(Quantiles(0.0, 0.0, 0.0, 0), Quantiles(0.0, 0.0, 0.0, 0)).is_explained, "no tokens"

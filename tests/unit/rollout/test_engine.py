@@ -35,5 +35,5 @@ def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.Mon
     engine = Engine(llm, Rollout(), (), receiver, eager=False)  # type: ignore[arg-type]
     engine._asleep = ["weights", "kv_cache"]
     engine.wake("weights")
-    assert engine.score(torch.zeros(2, 3, dtype=torch.int64)).tolist() == [[-1.0, -1.0]] * 2
+    assert [row.tolist() for row in engine.score(torch.zeros(2, 3, dtype=torch.int64))] == [[-1.0, -1.0]] * 2
     assert llm.calls == ["weights", "kv_cache", "generate"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_trainer import build, make_batch
 
-from megarl.algorithms.parity import FORMAT_EPS, MAX_EXCESS, Excess, excess
-from megarl.launch.parity import measure_excess
+from megarl.algorithms.parity import FORMAT_EPS, MAX_EXCESS, Excess, Quantiles
+from megarl.launch.parity import measure_logprobs
 from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
 
@@ -21,10 +20,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def measured(trainer: Trainer, engine_T: torch.Tensor, **changes: Any) -> float:
     batch = replace(make_batch(num_rows=16), **changes)
-    fields = {name: getattr(batch, name) for name in ("tokens", "labels", "mask", "cu_seqlens", "temperature")}
-    rollout: Any = SimpleNamespace(**fields, num_rows=batch.num_rows, num_tokens=batch.num_tokens)
-    rollout.rollout_logprobs = engine_T
-    return measure_excess(trainer, rollout).statistic
+    found = measure_logprobs(trainer, batch)
+    return Excess(Quantiles.of(found.logprobs_K - engine_T[batch.mask]), found.floor).statistic
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -44,13 +41,3 @@ def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: st
         norm.mul_(1.05)
     assert measured(trainer, healthy_T) > 2 * MAX_EXCESS
     trainer.close()
-
-
-def test_by_hand() -> None:
-    engine_T, noise_DT = -2 - torch.tensor([0.1, -0.2, 0.3, torch.nan, 9.0]), torch.full((2, 5), 0.1)
-    batch: Any = SimpleNamespace(mask=torch.tensor([1, 1, 1, 1, 0]).bool(), rollout_logprobs=engine_T)
-    found = excess(batch, torch.full((5,), -2.0), noise_DT)
-    floor = 0.1 * 2**0.5 + 2**-22 * 2.0
-    assert (found.median, found.floor_median, found.floor_p90) == pytest.approx((0.3, floor, floor))
-    assert found.statistic == float("inf"), "NaN is as far off as can be"
-    assert Excess(0.3, 0.2, 0.1, 0.1).statistic == pytest.approx(9) == Excess(0.2, 0.3, 0.1, 0.1).statistic

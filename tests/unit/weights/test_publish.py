@@ -19,7 +19,7 @@ from megarl.models.shards import ShardSlice, slices_of
 from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.transports.inprocess import InProcess
 
 SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67}
@@ -49,7 +49,7 @@ class Engine(Memory):
 
 
 class Job:
-    def __init__(self, *, table=None, probe: Probe | None = None, is_atomic: bool = True) -> None:
+    def __init__(self, *, table=None, probe=None, is_atomic: bool = True) -> None:
         slices = slices_of(megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, FLEET.trainer_layout(0))
         self.full = {name: torch.randn(size) for name, size in SHAPES.items()}
         self.parameters = room_for(slices)
@@ -184,15 +184,25 @@ def test_a_spoilt_memory_is_seen_by_the_placement_check():
     assert job.engine.version is None
 
 
-def test_a_probe_that_is_off_is_refused_with_its_distance():
-    scores = torch.zeros(2, 3)
-    probe = Probe(torch.zeros(2, 4, dtype=torch.long), lambda _: scores, lambda _: scores + 0.5, 0.1, 0.1)
-    refusal = Job(probe=probe).refused(1)
-    assert "probe batch on engine rank 0 differ from the trainer's by 0.5 (mean 0.5;" in refusal
-    close = replace(probe, engine=lambda _: scores + 0.05)
-    Job(probe=close).publisher.publish(version=1)
-    unknown = replace(probe, engine=lambda _: scores * torch.nan)
-    assert "differ from the trainer's by inf" in Job(probe=unknown).refused(1)
+@pytest.mark.parametrize("always", [False, True])
+def test_a_probe_that_is_off_is_refused_and_asked_again(always):
+    class Probe:
+        asked, fault = 0, "differs"
+        always: bool
+
+        def check(self) -> None:
+            self.asked += 1
+            if self.fault:
+                raise CheckFailed(self.fault)
+
+    probe = Probe()
+    probe.always = always
+    job = Job(probe=probe)
+    assert job.refused(1) == f"differs. {REFUSES}" and job.engine.version is None
+    probe.fault = ""
+    for version in (2, 3):
+        job.publisher.publish(version=version)
+    assert probe.asked == 2 + always
 
 
 def test_an_engine_that_is_laid_out_differently_from_its_table_is_refused_by_tensor():

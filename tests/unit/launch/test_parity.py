@@ -1,0 +1,115 @@
+"""Parity on one rank, between an engine and a trainer whose log-probs are known; with real ones in tests/e2e."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.parity import Quantiles
+from megarl.launch.parity import Measured, ParityChecks
+from megarl.types import CheckFailed, TokenBatch
+from megarl.weights.transports.inprocess import InProcess
+
+FLOOR = Quantiles(0.01, 0.02, 0.05, 64)
+PROMPTS = [(3, 1), (4, 1, 5, 9)]
+
+
+def logprob(before: Tensor, token: Tensor) -> Tensor:
+    """Depends on both, so that a comparison of shifted tokens fails."""
+    return -1 - ((7 * before + 3 * token) % 11).float()
+
+
+@dataclass
+class Engine:
+    error: float = 0.0
+
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
+        return [
+            torch.tensor([*prompt, *((17 * prompt[0] + k * k) % 64 for k in range(max_tokens))]) for prompt in prompts
+        ]
+
+    def score(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        return [logprob(row[:-1], row[1:]) + self.error for row in rows]
+
+
+class Trainer:
+    """`ParityChecks.measure`."""
+
+    def __init__(self, floor: Quantiles = FLOOR) -> None:
+        self.floor, self.batches = floor, []
+
+    def __call__(self, batch: TokenBatch) -> Measured:
+        self.batches.append(batch)
+        return Measured(logprob(batch.tokens, batch.labels)[batch.mask], self.floor)
+
+
+def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
+    trainer = Trainer()
+    return ParityChecks(InProcess(), trainer, Engine(error), PROMPTS, 24, **options), trainer
+
+
+def batch_of(diff: float, count: int = 100) -> Any:
+    """One row, of which each second token is sampled; the others are far off."""
+    sampled = torch.arange(2 * count) % 2 == 0
+    old = torch.full((2 * count,), -2.0)
+    rollout = torch.where(sampled, old - diff, 5.0)
+    tokens = {name: torch.zeros(2 * count, dtype=torch.int64) for name in ("tokens", "labels")}
+    cu = torch.tensor([0, 2 * count])
+    return SimpleNamespace(
+        mask=sampled, old_logprobs=old, rollout_logprobs=rollout, cu_seqlens=cu, temperature=0.7, **tokens
+    )
+
+
+def test_the_probe_scores_what_the_engine_added_at_temperature_1() -> None:
+    parity, trainer = checks(error=0.005)
+    (excess,) = parity.probe()
+    assert (excess.found.count, excess.floor) == (48, FLOOR)
+    assert (excess.found.median, excess.found.max) == pytest.approx((0.005, 0.005), rel=1e-3)
+    (batch,) = trainer.batches
+    assert batch.temperature == 1.0 and batch.cu_seqlens.tolist() == [0, 26, 54]
+    assert [tuple(batch.tokens[:2].tolist()), tuple(batch.tokens[26:30].tolist())] == PROMPTS
+    parity.check()
+
+
+@pytest.mark.parametrize(("error", "max_diff"), [(0.1, None), (math.nan, None), (0.005, 0.004), (math.nan, 9.0)])
+def test_a_probe_that_is_off_is_refused_with_its_distance(error: float, max_diff: float | None) -> None:
+    parity, _ = checks(error, max_diff=max_diff)
+    bound = f"checks.max_logprob_diff={max_diff:g}" if max_diff else "median 0.01, 90% below 0.02; statistic"
+    with pytest.raises(
+        CheckFailed, match=f"differ from the trainer's by up to {'inf' if error != error else error}.*{bound}"
+    ):
+        parity.check()
+    checks(0.1, max_diff=0.2)[0].check()
+
+
+def test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own() -> None:
+    parity, trainer = checks()
+    parity.probe()
+    metrics = parity.parity(batch_of(0.01))
+    assert metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-4)
+    assert metrics["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3) and len(trainer.batches) == 1
+    with pytest.raises(CheckFailed, match=r"statistic 25, at most 2\.88.*Nothing was updated"):
+        parity.parity(batch_of(0.05))
+    assert len(trainer.batches) == 2, "measured on the batch that is refused"
+    trainer.floor = Quantiles(0.05, 0.05, 0.05, 1)
+    assert parity.parity(batch_of(0.05))["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3)
+    assert parity.floor == trainer.floor and len(trainer.batches) == 3
+
+
+def test_a_bound_of_the_config_replaces_what_rounding_explains() -> None:
+    parity, _ = checks(max_diff=0.04)
+    assert parity.parity(batch_of(0.03))["logprob_diff/statistic"] > 4
+    with pytest.raises(CheckFailed, match=r"0.05 at most.*checks.max_logprob_diff=0.04"):
+        parity.parity(batch_of(0.05))
+
+
+def test_a_batch_without_sampled_tokens_passes() -> None:
+    parity, _ = checks()
+    assert parity.parity(batch_of(0.0, count=0))["logprob_diff/statistic"] == 0
