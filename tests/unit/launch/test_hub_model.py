@@ -1,0 +1,220 @@
+"""Hub ids as `model.path`, against a local hub: what is downloaded, when, and one line for each way of failing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import Create
+from megarl.launch.random_model import create_model
+from tests.hub import Hub, Repo, serve_hub
+
+# Runs several commands in one process and prints [[exit code, stdout, stderr], ...]
+PROGRAM = """
+import contextlib, io, json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "vllm", "megatron", "transformers"):
+            raise AssertionError(name + " was imported")
+sys.meta_path.insert(0, Refuse())
+from megarl.cli import main
+results = []
+for args in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(args)
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
+CONFIG = "run: {dir: RUNS}\nmodel: {path: org/model}\ntask: {name: jsonl:task.jsonl}\nrollout: {max_tokens: 16}\n"
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = create_model(Create(layers=1, hidden=64, heads=2, kv_heads=1), tmp_path_factory.mktemp("models"))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(model: dict[str, bytes]) -> Iterator[Hub]:
+    others = {
+        "README.md": b"", "pytorch_model.bin": b"x", "model.gguf": b"x", "tokenizer_code.py": b"#", "onnx/config.json": b"{}",
+        "original/model.safetensors": b"x", "consolidated.safetensors": b"x",
+    }  # fmt: skip
+    small = {name: model[name] for name in SMALL}
+    models = {
+        "org/model": Repo(model | others, revisions=("main", "v1")),
+        "org/gated": Repo(model, is_gated=True),
+        "org/private": Repo(model, token="hf_secret"),
+        "org/bin": Repo(small | {"pytorch_model.bin": b"x"}),
+        "org/gguf": Repo({"model.gguf": b"x"}),
+        "org/gpt2": Repo(small | {"config.json": b'{"model_type": "gpt2"}'}),
+        "org/cut": Repo(model | {"model.safetensors": b"x" * 100}, breaks_off=True),
+    }
+    with serve_hub(models) as served:
+        yield served
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("RUNS", str(tmp_path / "runs")))
+    (tmp_path / "task.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def megarl(folder: Path, hub: Hub, *commands: list[str], **environ: str) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command."""
+    process = start(folder, hub, *commands, **environ)
+    return finish(process)
+
+
+def start(folder: Path, hub: Hub, *commands: list[str], **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        cwd=folder,
+        env=hub.env(folder / "home", **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err == "", "something bypassed sys.stderr"
+    return [tuple(result) for result in json.loads(out)]
+
+
+def downloaded(hub: Hub) -> list[str]:
+    """Files whose bytes were sent."""
+    return sorted(path.split("/resolve/")[1].partition("/")[2] for verb, path in hub.requests
+                  if verb == "GET" and "/resolve/" in path)  # fmt: skip
+
+
+def test_a_plan_and_a_dry_run_need_the_small_files_once(folder: Path, hub: Hub) -> None:
+    plan, dry_run = ["plan", "c.yaml", "--weights", "--json"], ["train", "c.yaml", "--dry-run"]
+    commit = hub.repos["models"]["org/model"].commit
+    ((code, out, err),) = megarl(folder, hub, plan)
+    assert (code, err) == (0, f"megarl: org/model (main) is commit {commit}\n")
+    assert json.loads(out)["model"] == "qwen3"
+    assert downloaded(hub) == sorted(SMALL), "neither weights nor code nor what lies in subfolders"
+
+    hub.requests.clear()
+    first, pinned = megarl(folder, hub, dry_run, [*dry_run, f"model.revision={commit}"])
+    assert (first[0], pinned[0], pinned[2]) == (0, 0, "")
+    assert f"path: org/model\n  revision: {commit}\n" in first[1] and first[1] == pinned[1]
+    assert hub.requests == [("GET", "/api/models/org/model/revision/main")], "a commit is in the cache or it is not"
+
+    hub.requests.clear()
+    (trusted,) = megarl(folder, hub, [*dry_run, "model.trust_remote_code=true"])
+    assert trusted[0] == 0 and downloaded(hub) == ["tokenizer_code.py"]
+    assert not (folder / "runs").exists()
+
+
+def test_offline_the_cache_serves(folder: Path, hub: Hub) -> None:
+    dry_run, train = ["train", "c.yaml", "--dry-run"], ["train", "c.yaml"]
+    assert megarl(folder, hub, dry_run)[0][0] == 0
+    hub.requests.clear()
+    cached, weights, absent, version = megarl(
+        folder, hub, dry_run, train, [*dry_run, "model.path=org/gated"], [*dry_run, "model.revision=v1"], HF_HUB_OFFLINE="1"
+    )
+    assert (cached[0], hub.requests) == (0, [])
+    for code, out, err in (weights, absent, version):
+        assert (code, out) == (2, "")
+        assert "and HF_HUB_OFFLINE is set; unset it, or run `hf download org/" in err.splitlines()[-1]
+
+
+def test_without_a_network_the_cache_serves(folder: Path, hub: Hub) -> None:
+    dry_run = ["train", "c.yaml", "--dry-run"]
+    assert megarl(folder, hub, dry_run)[0][0] == 0
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    cached, absent = megarl(folder, hub, dry_run, [*dry_run, "model.path=org/gated"], **nowhere)
+    assert cached[0] == 0
+    assert (absent[0], absent[1], absent[2].count("\n")) == (2, "", 1)
+    assert "http://127.0.0.1:9 cannot be used" in absent[2] and "check network and HF_ENDPOINT" in absent[2]
+
+
+def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
+    (folder / "empty").mkdir()
+    cases: dict[tuple[str, ...], str] = {
+        ("model.path=org/none",): f"neither a folder nor a model that {hub.base} shows you",
+        ("model.path=org/gated",): "org/gated is gated; accept its terms",
+        ("model.path=org/private",): "set HF_TOKEN if the model is private",
+        ("model.revision=v2",): "model.revision=v2 does not exist in org/model; choose a branch, tag or commit",
+        ("model.path=org/bin",): "org/bin has no *.safetensors on the hub",
+        ("model.path=org/gguf",): "org/gguf has no config.json on the hub",
+        ("model.path=org/gpt2",): "model_type='gpt2' is not supported",
+        ("model.path=./model",): "model.path=model is not a directory",
+        ("model.path=/no/model",): "model.path=/no/model is not a directory",
+        ("model.path=~/no-model",): "no-model is not a directory; set it to the folder of a Hugging Face model, or to an id",
+        ("model.path=~nobody-here/model",): "model.path=~nobody-here/model is not a directory",
+        ("model.path=a/b/c",): "model.path=a/b/c is not a directory",
+        ("model.path=empty",): "model.path=empty has no config.json",
+        ("model.path=empty", "model.revision=v1"): "model.revision=v1 applies to a hub id, not to model.path=empty",
+        ("model.path=null", "model.create={}", "model.revision=v1"): "applies to a hub id, not to model.create",
+    }  # fmt: skip
+    results = megarl(folder, hub, *(["train", "c.yaml", *overrides] for overrides in cases))
+    for says, (code, out, err) in zip(cases.values(), results, strict=True):
+        assert (code, out) == (2, ""), err
+        assert says in err.splitlines()[-1]
+        assert [line for line in err.splitlines() if " is commit " not in line] == err.splitlines()[-1:]
+    assert not (folder / "runs").exists()
+    (private,) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/private", "--dry-run"], HF_TOKEN="hf_secret")
+    assert private[0] == 0
+
+
+def test_a_download_that_breaks_off(folder: Path, hub: Hub) -> None:
+    ((code, out, err),) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/cut"])
+    assert (code, out) == (2, "")
+    assert "model.path=org/cut: the download failed (" in err and err.endswith("start again: complete files are kept\n")
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub, limit: int | None) -> None:
+    """`limit` bytes a file, as on a disk that is full; None: HF_HOME is a file."""
+    (folder / "file").touch()
+    home = folder / "home" if limit else folder / "file"
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([["plan", "c.yaml", "--weights"]])],
+        cwd=folder,
+        env=hub.env(home),
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None,
+        capture_output=True,
+        text=True,
+    )
+    ((code, _out, err),) = json.loads(process.stdout)
+    assert code == 2, err
+    assert f"the cache {home}/hub cannot be written" in err and "free space there, or set HF_HOME" in err
+
+
+def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub) -> None:
+    def rank(number: int) -> Any:
+        ranks = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        dry_run = ["train", "c.yaml", "--dry-run", "parallel.tensor=1"]
+        return start(folder, hub, dry_run, MASTER_PORT="1", MEGARL_JOB_ID=folder.name, **ranks)
+
+    processes = [rank(0), rank(1)]
+    (zero,), (one,) = (finish(process) for process in processes)
+    asked = hub.requests.count(("GET", "/api/models/org/model/revision/main"))
+    assert (zero[0], one[0], asked, downloaded(hub)) == (0, 0, 1, sorted(SMALL))
+    assert zero[1] == one[1] and " is commit " in zero[2] and one[2] == "", "rank 0 prints"
+
+    moved = hub.repos["models"]["org/model"]
+    hub.repos["models"]["org/model"] = Repo({**moved.files, "README.md": b"new"})  # type: ignore[index]
+    assert finish(rank(1))[0][1] == one[1], "a slow rank has the others' commit, not the newest"
+
+
+def test_another_path_drops_the_files_revision(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {path: org/model, revision: v1}\n")
+    assert load_config(tmp_path / "c.yaml").model.revision == "v1"
+    assert load_config(tmp_path / "c.yaml", ["model.path=org/other"]).model.revision is None
+    assert load_config(tmp_path / "c.yaml", ["model.revision=v3", "model.path=org/other"]).model.revision == "v3"
