@@ -48,7 +48,8 @@ class Hub:
     def env(self, home: Path, **variables: str) -> dict[str, str]:
         """The environment of a process that sees this hub; `home` has its cache."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-        return {**inherited, "HF_ENDPOINT": self.base, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+        hub = {"HF_ENDPOINT": self.base, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {**inherited, **hub, **variables}
 
 
 @contextmanager

@@ -59,10 +59,11 @@ class Rank:
         transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
         commits = set(transport.gather(config.model.revision))
         if len(commits) > 1:
-            raise ValueError(f"model.revision is {' and '.join(sorted(commits))} on different nodes; set it to a commit")
+            raise ValueError(f"model.revision is {' and '.join(sorted(commits))} on different nodes; set it to one")
         folder = model_folder(config.model.path, config.model.revision)
+        shape = read_model(folder)
         tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-        return cls(config, env, device, layout, folder, read_model(folder), tokenizer, transport, phase or CurrentPhase())
+        return cls(config, env, device, layout, folder, shape, tokenizer, transport, phase or CurrentPhase())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Downloads the model of a hub id before any rank starts: its small files first, then, once all is checked, its weights.
+"""Downloads the model of a hub id before ranks start: its small files, then, once all is checked, its weights.
 
     Config(path=id) --resolve_model--> Config(path=id, revision=commit) --preflight--> download_weights --> ranks
 
@@ -15,6 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
+from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id
 from megarl.platform.env import Env
@@ -27,10 +30,24 @@ def resolve_model(config: Config, env: Env) -> Config:
     if model.path is None or model.create is not None or not is_hub_id(model.path):
         return config
     patterns = (*SMALL, *CODE) if model.trust_remote_code else SMALL
-    commit = _download_in_turn(env, model.path, model.revision, patterns).name
+    revision = model.revision or _commit_to_resume(config)
+    commit = _download_in_turn(env, model.path, revision, patterns).name
     if env.is_main and commit != model.revision:
-        print(f"megarl: {model.path} ({model.revision or 'main'}) is commit {commit}", file=sys.stderr)
+        name = model.revision or ("main, when the run began" if revision else "main")
+        print(f"megarl: {model.path} ({name}) is commit {commit}", file=sys.stderr)
     return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+
+
+def _commit_to_resume(config: Config) -> str | None:
+    """Returns the commit that the run to be resumed began with: `main` may have moved, but not the run's reference."""
+    resume, folder = config.checkpoint.resume, run_dir(config)
+    if resume not in ("auto", "never"):
+        folder = Path(resume).resolve().parent.parent
+    elif resume == "never" or not any((folder / "checkpoints").glob("step_*")):
+        return None
+    file = folder / "config.yaml"
+    model = (yaml.safe_load(file.read_text()).get("model") or {}) if file.is_file() else {}
+    return model.get("revision") if model.get("path") == config.model.path else None
 
 
 def download_weights(config: Config, env: Env) -> None:

@@ -49,7 +49,7 @@ def download(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
     Raises ValueError with the value and the remedy: each way of failing is the user's to correct.
     """
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HTTPError, XetDownloadError  # HTTPError: httpx's or httpx2's
+    from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage] (httpx's)
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:

@@ -93,8 +93,7 @@ class Engine:
                 enforce_eager=eager,
                 enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
                 logprobs_mode="processed_logprobs",
-                # ignore the temperature, top_p, ... of generation_config.json: the trainer assumes those of requests
-                generation_config="vllm",
+                generation_config="vllm",  # sample as requested, not as the model's generation_config.json suggests
             )
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from megarl.config.schema import Create
-from megarl.data.collate import supervised_batch
 from megarl.data import tokenizer as module
+from megarl.data.collate import supervised_batch
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
 from megarl.launch.random_model import create_model
 from megarl.types import Prompt
@@ -148,7 +148,7 @@ def test_the_models_code_runs_only_if_trusted(tmp_path, monkeypatch, auto_map):
 
 @pytest.mark.parametrize(
     ("file", "says"),
-    [("tokenizer.json", "the tokenizer cannot be loaded"), ("generation_config.json", "generation_config.json is not JSON")],
+    [("tokenizer.json", "the tokenizer cannot be loaded"), ("generation_config.json", "config.json is not JSON")],
 )
 def test_a_damaged_file_is_named(made, tmp_path, file, says):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)

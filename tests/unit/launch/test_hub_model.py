@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture
 def hub(model: dict[str, bytes]) -> Iterator[Hub]:
     others = {
-        "README.md": b"", "pytorch_model.bin": b"x", "model.gguf": b"x", "tokenizer_code.py": b"#", "onnx/config.json": b"{}",
-        "original/model.safetensors": b"x", "consolidated.safetensors": b"x",
+        "README.md": b"", "pytorch_model.bin": b"x", "model.gguf": b"x", "tokenizer_code.py": b"#",
+        "onnx/config.json": b"{}", "original/model.safetensors": b"x", "consolidated.safetensors": b"x",
     }  # fmt: skip
     small = {name: model[name] for name in SMALL}
     models = {
@@ -124,9 +124,9 @@ def test_offline_the_cache_serves(folder: Path, hub: Hub) -> None:
     dry_run, train = ["train", "c.yaml", "--dry-run"], ["train", "c.yaml"]
     assert megarl(folder, hub, dry_run)[0][0] == 0
     hub.requests.clear()
-    cached, weights, absent, version = megarl(
-        folder, hub, dry_run, train, [*dry_run, "model.path=org/gated"], [*dry_run, "model.revision=v1"], HF_HUB_OFFLINE="1"
-    )
+    others = ["model.path=org/gated"], ["model.revision=v1"]
+    commands = [dry_run, train, *([*dry_run, *each] for each in others)]
+    cached, weights, absent, version = megarl(folder, hub, *commands, HF_HUB_OFFLINE="1")
     assert (cached[0], hub.requests) == (0, [])
     for code, out, err in (weights, absent, version):
         assert (code, out) == (2, "")
@@ -155,7 +155,7 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
         ("model.path=org/gpt2",): "model_type='gpt2' is not supported",
         ("model.path=./model",): "model.path=model is not a directory",
         ("model.path=/no/model",): "model.path=/no/model is not a directory",
-        ("model.path=~/no-model",): "no-model is not a directory; set it to the folder of a Hugging Face model, or to an id",
+        ("model.path=~/no-model",): "no-model is not a directory; set it to the folder of a Hugging Face model, or",
         ("model.path=~nobody-here/model",): "model.path=~nobody-here/model is not a directory",
         ("model.path=a/b/c",): "model.path=a/b/c is not a directory",
         ("model.path=empty",): "model.path=empty has no config.json",
@@ -211,6 +211,25 @@ def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub)
     moved = hub.repos["models"]["org/model"]
     hub.repos["models"]["org/model"] = Repo({**moved.files, "README.md": b"new"})  # type: ignore[index]
     assert finish(rank(1))[0][1] == one[1], "a slow rank has the others' commit, not the newest"
+
+
+def test_a_resumed_run_keeps_its_commit(folder: Path, hub: Hub) -> None:
+    """Its reference model would otherwise change when somebody pushes to main."""
+    dry_run = ["train", "c.yaml", "--dry-run"]
+    old = hub.repos["models"]["org/model"]
+    assert megarl(folder, hub, dry_run)[0][0] == 0
+    run = folder / "runs" / "run"
+    (run / "checkpoints" / "step_1").mkdir(parents=True)
+    (run / "config.yaml").write_text(f"model: {{path: org/model, revision: {old.commit}}}\n")
+    hub.repos["models"]["org/model"] = new = Repo({**old.files, "README.md": b"new"})  # type: ignore[index]
+    resume = f"checkpoint.resume={run / 'checkpoints' / 'step_1'}"
+    (run / "checkpoints" / "step_1" / "metadata.json").touch()
+    other = "run.name=other"
+    overrides = ([], ["model.revision=main"], ["checkpoint.resume=never"], [resume, other], [other])
+    results = megarl(folder, hub, *([*dry_run, *each] for each in overrides))
+    commits = [err.split()[-1] for _code, _out, err in results]
+    assert commits == [old.commit, new.commit, new.commit, old.commit, new.commit], results
+    assert "org/model (main, when the run began) is commit" in results[0][2]
 
 
 def test_another_path_drops_the_files_revision(tmp_path: Path) -> None:
