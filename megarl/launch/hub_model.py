@@ -58,7 +58,10 @@ def download_weights(config: Config, env: Env) -> None:
 
 
 def _download_in_turn(env: Env, path: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Downloads in one process of this node at a time: the first records the commit, the others find its files."""
+    """Downloads in one process of this node at a time: the first records the commit, the others find its files.
+
+    The record is removed with the job's shared memory.
+    """
     if env.local_world_size == 1:
         return download(path, revision, patterns)
     name = hashlib.sha256(f"{path}@{revision}".encode()).hexdigest()[:8]

@@ -101,22 +101,24 @@ def downloaded(hub: Hub) -> list[str]:
 
 
 def test_a_plan_and_a_dry_run_need_the_small_files_once(folder: Path, hub: Hub) -> None:
-    plan, dry_run = ["plan", "c.yaml", "--weights", "--json"], ["train", "c.yaml", "--dry-run"]
     commit = hub.repos["models"]["org/model"].commit
-    ((code, out, err),) = megarl(folder, hub, plan)
-    assert (code, err) == (0, f"megarl: org/model (main) is commit {commit}\n")
-    assert json.loads(out)["model"] == "qwen3"
-    assert downloaded(hub) == sorted(SMALL), "neither weights nor code nor what lies in subfolders"
-
-    hub.requests.clear()
-    first, pinned = megarl(folder, hub, dry_run, [*dry_run, f"model.revision={commit}"])
-    assert (first[0], pinned[0], pinned[2]) == (0, 0, "")
-    assert f"path: org/model\n  revision: {commit}\n" in first[1] and first[1] == pinned[1]
-    assert hub.requests == [("GET", "/api/models/org/model/revision/main")], "a commit is in the cache or it is not"
-
-    hub.requests.clear()
-    (trusted,) = megarl(folder, hub, [*dry_run, "model.trust_remote_code=true"])
-    assert trusted[0] == 0 and downloaded(hub) == ["tokenizer_code.py"]
+    dry_run = ["train", "c.yaml", "--dry-run"]
+    commands = (
+        ["plan", "c.yaml", "--weights", "--json"],
+        dry_run,
+        [*dry_run, f"model.revision={commit}"],
+        [*dry_run, "model.trust_remote_code=true"],
+        ["train", "c.yaml", "run.dir=c.yaml"],  # which cannot be created
+    )
+    plan, dry, pinned, _trusted, last = results = megarl(folder, hub, *commands)
+    assert [code for code, _out, _err in results] == [0, 0, 0, 0, 2]
+    assert plan[2] == f"megarl: org/model (main) is commit {commit}\n" and json.loads(plan[1])["model"] == "qwen3"
+    assert f"path: org/model\n  revision: {commit}\n" in dry[1] and dry[1] == pinned[1]
+    assert "cannot create c.yaml/run" in last[2]
+    asked = [path.rpartition("/")[2] for verb, path in hub.requests if verb == "GET" and "/tree/" not in path]
+    small = sorted(asked[1:5])
+    assert small == sorted(SMALL), "neither weights nor code nor what lies in subfolders"
+    assert asked == ["main", *asked[1:5], "main", "main", "tokenizer_code.py", "main", "model.safetensors"]
     assert not (folder / "runs").exists()
 
 
@@ -167,7 +169,7 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
         assert (code, out) == (2, ""), err
         assert says in err.splitlines()[-1]
         assert [line for line in err.splitlines() if " is commit " not in line] == err.splitlines()[-1:]
-    assert not (folder / "runs").exists()
+    assert not (folder / "runs").exists() and "model.safetensors" not in downloaded(hub)
     (private,) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/private", "--dry-run"], HF_TOKEN="hf_secret")
     assert private[0] == 0
 
