@@ -122,27 +122,24 @@ def test_a_plan_and_a_dry_run_need_the_small_files_once(folder: Path, hub: Hub) 
     assert not (folder / "runs").exists()
 
 
-def test_offline_the_cache_serves(folder: Path, hub: Hub) -> None:
+def test_without_the_hub_the_cache_serves(folder: Path, hub: Hub) -> None:
     dry_run, train = ["train", "c.yaml", "--dry-run"], ["train", "c.yaml"]
-    assert megarl(folder, hub, dry_run)[0][0] == 0
+    private = [*dry_run, "model.path=org/private"]
+    assert [code for code, _out, _err in megarl(folder, hub, dry_run, private, HF_TOKEN="hf_secret")] == [0, 0]
     hub.requests.clear()
-    others = ["model.path=org/gated"], ["model.revision=v1"]
-    commands = [dry_run, train, *([*dry_run, *each] for each in others)]
-    cached, weights, absent, version = megarl(folder, hub, *commands, HF_HUB_OFFLINE="1")
-    assert (cached[0], hub.requests) == (0, [])
-    for code, out, err in (weights, absent, version):
+    absent = [*dry_run, "model.path=org/gated"], [*dry_run, "model.revision=v1"], train  # of which the weights are
+
+    cached, other, *refused = megarl(folder, hub, dry_run, private, *absent, HF_HUB_OFFLINE="1")
+    assert (cached[0], other[0], hub.requests) == (0, 0, [])
+    for code, out, err in refused:
         assert (code, out) == (2, "")
         assert "and HF_HUB_OFFLINE is set; unset it, or run `hf download org/" in err.splitlines()[-1]
 
-
-def test_without_a_network_the_cache_serves(folder: Path, hub: Hub) -> None:
-    dry_run = ["train", "c.yaml", "--dry-run"]
-    assert megarl(folder, hub, dry_run)[0][0] == 0
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    cached, absent = megarl(folder, hub, dry_run, [*dry_run, "model.path=org/gated"], **nowhere)
-    assert cached[0] == 0
-    assert (absent[0], absent[1], absent[2].count("\n")) == (2, "", 1)
-    assert "http://127.0.0.1:9 cannot be used" in absent[2] and "check network and HF_ENDPOINT" in absent[2]
+    cached, *refused = megarl(folder, hub, dry_run, *absent, HF_ENDPOINT="http://127.0.0.1:9")
+    assert (cached[0], hub.requests) == (0, [])
+    for code, out, err in refused:
+        assert (code, out) == (2, "")
+        assert "http://127.0.0.1:9 cannot be used" in err and "check network and HF_ENDPOINT" in err.splitlines()[-1]
 
 
 def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
@@ -170,8 +167,6 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
         assert says in err.splitlines()[-1]
         assert [line for line in err.splitlines() if " is commit " not in line] == err.splitlines()[-1:]
     assert not (folder / "runs").exists() and "model.safetensors" not in downloaded(hub)
-    (private,) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/private", "--dry-run"], HF_TOKEN="hf_secret")
-    assert private[0] == 0
 
 
 def test_a_download_that_breaks_off(folder: Path, hub: Hub) -> None:
@@ -180,22 +175,19 @@ def test_a_download_that_breaks_off(folder: Path, hub: Hub) -> None:
     assert "model.path=org/cut: the download failed (" in err and err.endswith("start again: complete files are kept\n")
 
 
-@pytest.mark.parametrize("limit", [None, 300])
-def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub, limit: int | None) -> None:
-    """`limit` bytes a file, as on a disk that is full; None: HF_HOME is a file."""
-    (folder / "file").touch()
-    home = folder / "home" if limit else folder / "file"
+def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub) -> None:
+    """As on a disk that is full: no file may have more than 300 bytes."""
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps([["plan", "c.yaml", "--weights"]])],
         cwd=folder,
-        env=hub.env(home),
-        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None,
+        env=hub.env(folder / "home"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)),
         capture_output=True,
         text=True,
     )
     ((code, _out, err),) = json.loads(process.stdout)
     assert code == 2, err
-    assert f"the cache {home}/hub cannot be written" in err and "free space there, or set HF_HOME" in err
+    assert f"the cache {folder / 'home'}/hub cannot be written" in err and "free space there, or set HF_HOME" in err
 
 
 def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub) -> None:
