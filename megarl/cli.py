@@ -118,10 +118,12 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     import json
 
     from megarl.config.load import load_config
+    from megarl.launch.hub_model import resolve_model
     from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
     from megarl.telemetry.plan_figure import draw_plan
 
-    plan, figures = plan_weights(load_config(args.config, overrides), gpu=args.gpu)
+    config = resolve_model(load_config(args.config, overrides), Env.read())
+    plan, figures = plan_weights(config, gpu=args.gpu)
     if args.messages:
         write_messages(plan, args.messages)
     if args.figure:
@@ -150,9 +152,11 @@ def _convert(args: argparse.Namespace) -> int:
 def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     from megarl.config.load import load_config
     from megarl.launch.check import check_layouts_of
+    from megarl.launch.hub_model import resolve_model
 
     env = Env.read()
-    return check_layouts_of(load_config(path, overrides), layouts, env, partial(_launch, env))
+    config = resolve_model(load_config(path, overrides), env)
+    return check_layouts_of(config, layouts, env, partial(_launch, env))
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:
@@ -168,6 +172,7 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     from megarl.config.load import load_config, run_dir
+    from megarl.launch.hub_model import download_weights, resolve_model
     from megarl.launch.preflight import describe, preflight
 
     env = Env.read()
@@ -176,8 +181,10 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         name = f"{config.run.name}-{command}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:
+        config = resolve_model(config, env)
         job = preflight(config, env, command=command)
         if not dry_run:
+            download_weights(config, env)
             try:
                 run_dir(config).mkdir(parents=True, exist_ok=True)
             except OSError as error:

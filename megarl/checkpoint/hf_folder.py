@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
 from megarl.models.headers import INDEX, read_headers
+from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice
 from megarl.platform.atomic import write_atomic
 
 BLOCK_BYTES = 8 << 20
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # config, tokenizer and its code
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -235,8 +235,8 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: i
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy config and tokenizer, but neither an index nor a Megatron checkpoint's metadata.json."""
-    for file in (file for pattern in COPIED for file in source.glob(pattern)):
+    """Copy config, tokenizer and its code, but neither an index nor a Megatron checkpoint's metadata.json."""
+    for file in (file for pattern in (*SMALL, *CODE) for file in source.glob(pattern)):
         if not file.name.endswith(".index.json") and file.name != "metadata.json":
             shutil.copyfile(file, folder / file.name)
 

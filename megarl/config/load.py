@@ -152,6 +152,7 @@ def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None
     model, task = values.get("model"), values.get("task")
     if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
+        model.pop("revision", None)
     if "task.name" in overrides and isinstance(task, dict) and overrides["task.name"] != task.get("name", Task().name):
         task.pop("options", None)
 

@@ -49,9 +49,10 @@ class Create(Section):
 
 
 class Model(Section):
-    path: str | None = None  # a Hugging Face model's folder
+    path: str | None = None  # a Hugging Face model: its folder, or its id on the hub
+    revision: str | None = None  # branch, tag or commit of a hub id; None: main. A run records the commit
     create: Create | None = None
-    trust_remote_code: bool = False  # run Python code that comes with the model; not available yet
+    trust_remote_code: bool = False  # run the Python code of its tokenizer; the model itself is always megarl's
 
 
 class Checks(Section):

@@ -21,13 +21,14 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Config
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
+from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
+    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
     "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
 )  # fmt: skip
 
@@ -86,11 +87,15 @@ def model_shape(config: Config) -> ModelShape:
     model = config.model
     if model.path is not None and model.create is not None:
         raise ValueError(f"model.path={model.path} and model.create are both set; keep one")
+    if model.revision is not None and (model.path is None or not is_hub_id(model.path)):
+        where = "model.create" if model.path is None else f"model.path={model.path}"
+        raise ValueError(f"model.revision={model.revision} applies to a hub id, not to {where}; remove it")
     if model.path is not None:
-        return read_model(model.path)
+        return read_model(model_folder(model.path, model.revision))
     if model.create is None:
         raise ValueError(
-            "no model is set; set model.path to the folder of a Hugging Face model, or model.create for a random one"
+            "no model is set; set model.path to the folder or hub id of a Hugging Face model, or model.create for a "
+            "random one"
         )
     return parse_model(hf_config(model.create), "model.create")
 

@@ -11,29 +11,61 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.data.tasks import Question
+from megarl.platform.env import is_installed
 
 Template = Literal["chat", "plain"]
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of the Hugging Face model in folder `path`."""
+def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raises ValueError for a tokenizer that needs code of the model or a missing package. Imports nothing heavy."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    auto_map = _read(folder / "tokenizer_config.json").get("auto_map")
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map  # formerly a list
+    if code and not trust_remote_code:
+        name = next(filter(None, code), code) if isinstance(code, list) else code
+        raise ValueError(f"{folder}: the tokenizer is code ({name}); set model.trust_remote_code=true to run it")
+    for file in (folder / name for name in MODELS if not code and (folder / name).is_file()):
+        with file.open("rb") as stream:
+            is_protobuf = stream.read(1) == b"\n"  # tag and type of the first field; tiktoken's is a text file
+        packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
+        if missing := [name for name in packages if not is_installed(name)]:
+            raise ValueError(f"{file} cannot be read without {' and '.join(missing)}; pip install {' '.join(missing)}")
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Loads the tokenizer of the Hugging Face model in folder `path`.
+
+    Of generation_config.json only the end tokens are used: sampling is as `rollout` configures it. Raises ValueError.
+    """
     folder = Path(path)
+    check_tokenizer(folder, trust_remote_code=trust_remote_code)
     config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
     eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
-    if not any((folder / name).is_file() for name in FILES):
+    files = [name for name in FILES if (folder / name).is_file()]
+    if not files:
         return TokenIds(tuple(sorted(eos)), int(config["vocab_size"]))
     import transformers
 
-    if (folder / "tokenizer_config.json").is_file():
-        inner = transformers.AutoTokenizer.from_pretrained(folder)
-    else:
-        inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    try:
+        if files == ["tokenizer.json"]:
+            inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / files[0]))
+        else:
+            inner = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
+        remedy = "set model.trust_remote_code=true" if needs_code else "install what it needs, or repair its files"
+        raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     return HfTokenizer(inner, tuple(sorted(eos | _ids(inner.eos_token_id))))
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
 
 
 def _ids(value: Any) -> set[int]:

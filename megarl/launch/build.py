@@ -24,6 +24,7 @@ from megarl.data.tasks import Split, load_task
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.layout import Layout
+from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, pick_device
@@ -44,6 +45,7 @@ class Rank:
     env: Env
     device: Device
     layout: Layout
+    model_folder: Path
     shape: ModelShape
     tokenizer: Tokenizer
     transport: Transport
@@ -55,13 +57,13 @@ class Rank:
         assert config.model.path is not None, "the launcher must set model.path"
         layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
         transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
-        shape, tokenizer = read_model(config.model.path), load_tokenizer(config.model.path)
-        return cls(config, env, device, layout, shape, tokenizer, transport, phase or CurrentPhase())
-
-    @property
-    def model_folder(self) -> Path:
-        assert self.config.model.path is not None, "the launcher must set model.path"
-        return Path(self.config.model.path)
+        commits = set(transport.gather(config.model.revision))
+        if len(commits) > 1:
+            raise ValueError(f"model.revision is {' and '.join(sorted(commits))} on different nodes; set it to one")
+        folder = model_folder(config.model.path, config.model.revision)
+        shape = read_model(folder)
+        tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+        return cls(config, env, device, layout, folder, shape, tokenizer, transport, phase or CurrentPhase())
 
 
 @contextmanager

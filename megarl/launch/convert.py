@@ -27,6 +27,7 @@ from megarl.checkpoint.convert import Conversion
 from megarl.checkpoint.hf_folder import HfFolder, HfTarget, hf_source
 from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.models.hub import model_folder
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
@@ -88,9 +89,11 @@ def _origin(source: Path, config: Path | None) -> Path:
         return config or source
     run = source.parent.parent / "config.yaml"  # runs/<name>/checkpoints/step_<n>
     if run.is_file():
-        path = (yaml.safe_load(run.read_text()).get("model") or {}).get("path")
-        if path and (Path(path) / "config.json").is_file():
-            return Path(path)
+        model = yaml.safe_load(run.read_text()).get("model") or {}
+        if model.get("path"):
+            folder = model_folder(model["path"], model.get("revision"))
+            if (folder / "config.json").is_file():
+                return folder
     raise ValueError(f"{source} has no config.json; pass the folder of its Hugging Face model with --config DIR")
 
 

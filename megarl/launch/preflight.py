@@ -1,6 +1,6 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` checks numbers; this module adds the checks of tasks and rewards. Neither imports torch.
+`megarl.config.validate` checks numbers; this module adds those of tokenizer, tasks and rewards. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
 from megarl.data.tasks import check_task
+from megarl.data.tokenizer import check_tokenizer
+from megarl.models.hub import model_folder
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
 
@@ -16,6 +18,9 @@ from megarl.rewards.catalog import make_rewards
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
+    if config.model.path is not None:
+        folder = model_folder(config.model.path, config.model.revision)
+        check_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command in ENGINE_COMMANDS:
         make_rewards(config.rewards)

@@ -155,6 +155,7 @@ def make_engine(rank: Rank) -> Engine:
         dtype=DTYPES[rank.config.train.dtype],
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
+        trust_remote_code=rank.config.model.trust_remote_code,
     )
 
 

@@ -39,7 +39,8 @@ def read_model(path: str | Path) -> ModelShape:
     file = folder / "config.json"
     if not file.is_file():
         problem = "has no config.json" if folder.is_dir() else "is not a directory"
-        raise FileNotFoundError(f"model.path={path} {problem}; set it to the folder of a Hugging Face model")
+        remedy = "set it to the folder of a Hugging Face model, or to an id on the hub such as Qwen/Qwen3-8B"
+        raise FileNotFoundError(f"model.path={path} {problem}; {remedy}")
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:

@@ -55,6 +55,7 @@ class Engine:
         dtype: torch.dtype,
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
+        trust_remote_code: bool = False,
     ) -> Engine:
         """Starts vLLM with dummy weights.
 
@@ -82,6 +83,7 @@ class Engine:
                 str(folder),
                 load_format="dummy",
                 skip_tokenizer_init=True,
+                trust_remote_code=trust_remote_code,
                 dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 tensor_parallel_size=rollout.tensor,
                 distributed_executor_backend="external_launcher",
@@ -91,7 +93,7 @@ class Engine:
                 enforce_eager=eager,
                 enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
                 logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # sampling parameters come from requests only
+                generation_config="vllm",  # sample as requested, not as the model's generation_config.json suggests
             )
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends

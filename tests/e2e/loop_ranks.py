@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from megarl.config.load import load_config
@@ -51,6 +52,9 @@ def main(folder: Path) -> None:
     env = Env.read()
     dist.init_process_group("gloo")
     device = pick_device(env.local_rank)
+    two_commits = ["model.path=org/model", f"model.revision=commit{env.rank // 2}"]
+    with pytest.raises(ValueError, match=r"model.revision is commit0 and commit1 on different nodes"):
+        Rank.of(load_config(ROOT / "configs" / "tiny_dense.yaml", two_commits), env, device)
     kept, engine = None, None
     differ: dict[str, list[str]] = {}
     for name, case, overrides in CASES:

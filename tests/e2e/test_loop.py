@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 from start_ranks import run_ranks
 
+from megarl.config.load import load_config
+from megarl.config.schema import Create
+from megarl.launch.random_model import create_model
+from tests.hub import Repo, serve_hub
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 
@@ -19,9 +24,11 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, config: str, *overrides: str, command: str = "train") -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, config: str, *overrides: str, command: str = "train", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     args = [sys.executable, "-m", "megarl.cli", command, f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
-    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +71,17 @@ def test_objectives_differ(runs: Path) -> None:
     assert rpp[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6) and rpp[1]["kl/ref"] > 1e-6
 
 
-def test_one_rank_by_the_command_line_says_the_same(runs: Path) -> None:
-    done = train(runs, "tiny_dense", "run.name=one", "train.steps=2")
+def test_one_rank_by_the_command_line_says_the_same(runs: Path, tmp_path: Path) -> None:
+    """And so does its model on a hub, whose generation_config.json asks for greedy sampling in vain."""
+    create = load_config(ROOT / "configs" / "tiny_dense.yaml").model.create
+    files = {file.name: file.read_bytes() for file in create_model(create or Create(), tmp_path / "models").iterdir()}
+    generation = {**json.loads(files["generation_config.json"]), "temperature": 0.01, "top_k": 1, "max_new_tokens": 1}
+    repo = Repo(files | {"generation_config.json": json.dumps(generation).encode()})
+    with serve_hub({"org/tiny": repo}) as hub:
+        overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2")
+        done = train(runs, "tiny_dense", *overrides, env=hub.env(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
+    assert f"path: org/tiny\n  revision: {repo.commit}\n" in (runs / "one" / "config.yaml").read_text()
     one, four = rows(runs / "one"), rows(runs / "tiny_dense-dp4")
     assert one[0]["rollout/digest"] == four[0]["rollout/digest"]
     assert one[0]["loss"] == pytest.approx(four[0]["loss"], rel=1e-5)

@@ -9,7 +9,99 @@ STATE = "unit/checkpoint/test_state.py"
 SPAWN = "unit/launch/test_spawn.py"
 EVALUATION = "unit/stages/test_evaluation.py"
 
+HUB = "unit/launch/test_hub_model.py"
+TOKENIZER = "unit/data/test_tokenizer.py"
+
 SYSTEM = [
+    (
+        "models/hub.py",
+        '("*/*", "consolidated*")',
+        '("consolidated*",)',
+        f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
+    ),
+    (
+        "models/hub.py",
+        '("*/*", "consolidated*")',
+        '("*/*",)',
+        f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
+    ),
+    ("models/hub.py", "path, revision=revision, allow", "path, allow", f"{HUB}::test_each_mistake_is_one_line"),
+    (
+        "models/hub.py",
+        "if patterns == WEIGHTS and not any",
+        "if False and not any",
+        f"{HUB}::test_each_mistake_is_one_line",
+    ),
+    ("models/hub.py", "case errors.GatedRepoError():", "case KeyError():", f"{HUB}::test_each_mistake_is_one_line"),
+    (
+        "models/hub.py",
+        "case OSError() if error.errno is not None:",
+        "case KeyError():",
+        f"{HUB}::test_a_cache_that_cannot_be_written",
+    ),
+    ("models/hub.py", "(OSError, HTTPError,", "(OSError,", f"{HUB}::test_a_download_that_breaks_off"),
+    (
+        "launch/hub_model.py",
+        "commit.read() or revision",
+        "revision",
+        f"{HUB}::test_one_rank_of_a_node_asks_and_all_have_its_commit",
+    ),
+    (
+        "launch/hub_model.py",
+        "if env.is_main and commit",
+        "if commit",
+        f"{HUB}::test_one_rank_of_a_node_asks_and_all_have_its_commit",
+    ),
+    (
+        "launch/hub_model.py",
+        "(*SMALL, *CODE) if model",
+        "SMALL if model",
+        f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
+    ),
+    (
+        "launch/hub_model.py",
+        "model.revision or _commit_to_resume(config)",
+        "model.revision",
+        f"{HUB}::test_a_resumed_run_keeps_its_commit",
+    ),
+    ("config/load.py", 'model.pop("revision", None)', "pass", f"{HUB}::test_another_path_drops_the_files_revision"),
+    (
+        "config/validate.py",
+        "if model.revision is not None and (",
+        "if False and (",
+        f"{HUB}::test_each_mistake_is_one_line",
+    ),
+    (
+        "cli.py",
+        "            download_weights(config, env)",
+        "            pass",
+        f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
+    ),
+    (
+        "data/tokenizer.py",
+        "if code and not trust_remote_code:",
+        "if False:",
+        f"{TOKENIZER}::test_the_models_code_runs_only_if_trusted",
+    ),
+    ("data/tokenizer.py", 'stream.read(1) == b"\\n"', "False", f"{TOKENIZER}::test_a_missing_package_is_named"),
+    (
+        "data/tokenizer.py",
+        'if files == ["tokenizer.json"]:',
+        'if "tokenizer_config.json" not in files:',
+        f"{TOKENIZER}::test_vocabulary_and_merges",
+    ),
+    (
+        "checkpoint/hf_folder.py",
+        "in (*SMALL, *CODE) for",
+        "in SMALL for",
+        "unit/checkpoint/test_hf.py::test_files_of_config_and_tokenizer_are_copied",
+    ),
+    (
+        "launch/preflight.py",
+        "        check_tokenizer(folder,",
+        "        str(folder) or check_tokenizer(folder,",
+        "unit/launch/test_preflight.py::test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts",
+    ),
     (
         "config/load.py",
         "return _merge(preset, explicit)",

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from two_devices import there, two_devices
 
 from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_folder import copy_model_files
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
@@ -63,6 +64,16 @@ def test_one_file_is_the_checkpoint_again(origin, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_files_of_config_and_tokenizer_are_copied(tmp_path):
+    copied = ["config.json", "chat_template.jinja", "tokenizer.model", "qwen.tiktoken", "merges.txt", "code.py"]
+    others = ["model.safetensors", "model.safetensors.index.json", "metadata.json", "pytorch_model.bin", "README.md"]
+    (tmp_path / "to").mkdir()
+    for name in copied + others:
+        (tmp_path / name).touch()
+    copy_model_files(tmp_path, tmp_path / "to")
+    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == sorted(copied)
 
 
 def test_parameters_on_another_device_are_exported_from_there(origin, tmp_path):

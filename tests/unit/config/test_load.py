@@ -43,6 +43,7 @@ def test_overrides_win_and_are_read_as_yaml(base: Path) -> None:
 def test_path_on_the_command_line_replaces_create(base: Path) -> None:
     assert load_config(base, ["model.path=/some/where"]).model.model_dump() == {
         "path": "/some/where",
+        "revision": None,
         "create": None,
         "trust_remote_code": False,
     }

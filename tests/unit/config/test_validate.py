@@ -81,7 +81,7 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
-        ({"model": {"trust_remote_code": True}}, {}, ["model.trust_remote_code=true", "false"]),
+        ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),
         ({"stage": "dpo"}, {}, ["stage=dpo", "rl or sft"]),
         ({"stage": "reward_model"}, {}, ["stage=reward_model", "rl or sft"]),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),

@@ -1,19 +1,36 @@
-"""Text to ids and back: a tokenizer made by `model.create`, one from bare files, and none at all."""
+"""Text to ids and back: a tokenizer made by `model.create`, those in other formats, and none at all."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
 
 from megarl.config.schema import Create
+from megarl.data import tokenizer as module
 from megarl.data.collate import supervised_batch
-from megarl.data.tokenizer import TokenIds, load_tokenizer
+from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
 from megarl.launch.random_model import create_model
 from megarl.types import Prompt
 
 EOS = 2  # of a made model
+TEXTS = [f"the {i} quick brown foxes jump over {7 * i} lazy dogs, and {i + 3} more = {i * i}." for i in range(300)]
+TEXT = "the 12 quick foxes = 144.\n a"
+CODE = """
+from transformers import PreTrainedTokenizer
+class Digits(PreTrainedTokenizer):
+    vocab_size = 10
+    def get_vocab(self): return {str(n): n for n in range(10)}
+    def _tokenize(self, text): return list(text)
+    def _convert_token_to_id(self, token): return int(token)
+    def _convert_id_to_token(self, index): return str(index)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +77,84 @@ def test_plain_tokenizers_file_alone(made, tmp_path):
     assert tokenizer.encode_answer("2")[-1] == EOS
     with pytest.raises(ValueError, match="no chat template; use plain"):
         tokenizer.encode_prompt("1 + 1", "chat")
+
+
+def write(folder: Path, family: str, **tokenizer_config: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 400, "eos_token_id": EOS}))
+    if tokenizer_config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return folder
+
+
+def test_a_sentencepiece_model(tmp_path):
+    sentencepiece, written = pytest.importorskip("sentencepiece"), io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=written, model_type="bpe", vocab_size=300, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    tokenizer = load_tokenizer(write(tmp_path, "llama", tokenizer_class="LlamaTokenizer", **names))
+    expected = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue()).encode(TEXT)
+    assert list(tokenizer.encode_prompt(TEXT, "plain")) == expected
+    assert tokenizer.decode(expected) == TEXT and tokenizer.encode_answer("4")[-1] == EOS
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer.model"])
+def test_a_tiktoken_file(tmp_path, name):
+    pytest.importorskip("tiktoken")
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b"qu"]
+    lines = [base64.b64encode(token) + b" %d\n" % index for index, token in enumerate(tokens)]
+    (tmp_path / name).write_bytes(b"".join(lines))
+    tokenizer = load_tokenizer(write(tmp_path, "llama"))
+    assert tokenizer.encode_prompt("the qua", "plain") == (257, 32, 258, 97)
+    assert tokenizer.decode(tokenizer.encode_prompt(TEXT, "plain")) == TEXT
+
+
+def test_vocabulary_and_merges(tmp_path):
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXTS, vocab_size=400)
+    trained.save_model(str(tmp_path))
+    tokenizer = load_tokenizer(write(tmp_path, "qwen2"))
+    assert tokenizer.decode(tokenizer.encode_prompt(TEXT, "plain")) == TEXT
+    assert list(tokenizer.encode_prompt(" quick", "plain")) == trained.encode(" quick").ids
+
+
+@pytest.mark.parametrize(
+    ("content", "missing", "install"),
+    [(b"\n\x0e", {"sentencepiece", "protobuf"}, "sentencepiece protobuf"), (b"IQ== 0\n", {"tiktoken"}, "tiktoken")],
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, content, missing, install):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    check_tokenizer(tmp_path, trust_remote_code=False)
+    monkeypatch.setattr(module, "is_installed", lambda name: name not in missing)
+    with pytest.raises(ValueError, match=f"tokenizer.model cannot be read without .*; pip install {install}$"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["code.Digits", None]}, ["code.Digits", None]])
+def test_the_models_code_runs_only_if_trusted(tmp_path, monkeypatch, auto_map):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{CODE}")
+    write(folder, "llama", auto_map=auto_map, tokenizer_class="Digits")
+    with pytest.raises(ValueError, match=r"the tokenizer is code \(code.Digits\); set model.trust_remote_code=true"):
+        load_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
+    assert load_tokenizer(folder, trust_remote_code=True).encode_prompt("420", "plain") == (4, 2, 0)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("tokenizer.json", "the tokenizer cannot be loaded"), ("generation_config.json", "config.json is not JSON")],
+)
+def test_a_damaged_file_is_named(made, tmp_path, file, says):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text('{"model": ')
+    with pytest.raises(ValueError, match=says):
+        load_tokenizer(tmp_path)
 
 
 def test_no_tokenizer_means_texts_are_ids(tmp_path):

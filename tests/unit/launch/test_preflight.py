@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config.load import parse_config
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Create
 from megarl.launch.preflight import preflight
+from megarl.launch.random_model import create_model
 from megarl.platform.env import Env
 
 ALONE = Env()
@@ -54,3 +55,15 @@ def test_problems_are_held_out_where_they_are_asked_for(task: dict[str, Any]) ->
         preflight(made(only, eval={"every": 1}), ALONE)
     with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
         preflight(made(only), ALONE, command="eval")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
+    task: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = create_model(Create(), tmp_path)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Special", null]}}')
+    model = {"path": str(folder)}
+    with pytest.raises(ValueError, match=re.escape("is code (code.Special); set model.trust_remote_code=true")):
+        preflight(parse_config({"model": model, "task": task}), ALONE)
+    assert preflight(parse_config({"model": {**model, "trust_remote_code": True}, "task": task}), ALONE)
