@@ -170,7 +170,8 @@ def _engine_model(model: Path, rank: int, device: str) -> torch.nn.Module:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
-            parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.destroy_model_parallel()  # the one before may have had no experts
+        parallel_state.initialize_model_parallel(1, 1)
         # one process poses as one of TENSOR ranks: nothing is sent while a model is built
         config.parallel_config.tensor_parallel_size = TENSOR
         for group in (parallel_state._TP, parallel_state._EP):

@@ -35,7 +35,7 @@ from megarl.weights.plan import plan_transfers
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 from megarl.weights.transports.collective import Collective
 
-SIZES = {"family": "qwen3_moe", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67, "experts": 4,
+SIZES = {"family": "qwen3_moe", "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67, "experts": 4,
          "moe_intermediate": 16, "tied": False}  # fmt: skip
 CONFIG = hf_config(Create.model_validate(SIZES))
 SHAPE = parse_model(CONFIG, "model.create")
@@ -92,7 +92,7 @@ def publish(kind: str) -> None:
     scores = torch.zeros(2, 3)
     engine = DeviceMemory(table) if table else None
     publisher = (Staged if kind == "staged" else Publisher)(
-        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
+        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=16384, spec="local"),
         WeightSender(slices, lambda: parameters) if sends else None,
         engine,
         OnDevice(),
@@ -103,7 +103,6 @@ def publish(kind: str) -> None:
         is_atomic=kind != "split",
     )
     publisher.publish(version=1)
-    publisher.publish(version=2)
     for part in table or ():
         memory = {name: tensor.here for name, tensor in engine.memory.items()}
         assert torch.equal(view(memory, part), slice_of(full, part)), part
