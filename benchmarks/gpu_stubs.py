@@ -1,0 +1,192 @@
+"""Lets the GPU packages be imported, and their models be built on meta, on a machine without a GPU or a driver.
+
+Nothing is computed: what is real are names, shapes, dtypes, and the code that decides on them. Call `pretend_h100`
+before importing anything that asks torch for a GPU, and build under `On(device)`.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+DRIVER = """
+cuCtxGetCurrent cuCtxSetCurrent cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuDriverGetVersion cuGetErrorString
+cuGetProcAddress cuGetProcAddress_v2 cuInit cuMemAddressFree cuMemAddressReserve cuMemCreate
+cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuPointerGetAttribute
+cuTensorMapEncodeTiled
+"""  # what vLLM's extensions link to
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+class H100:
+    major, minor, multi_processor_count, total_memory = 9, 0, 132, 80 << 30
+    warp_size, regs_per_multiprocessor, name = 32, 65536, "NVIDIA H100 80GB HBM3"
+
+
+class _Stream:
+    def __init__(self, *_args: Any, **_options: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
+def build_driver(folder: Path) -> None:
+    """Compiles a libcuda.so.1 without a device into `folder`, for LD_LIBRARY_PATH."""
+    source = "\n".join(f"int {name}(void) {{ return {NO_DEVICE}; }}" for name in DRIVER.split())
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def environment(driver: Path) -> dict[str, str]:
+    """The environment of a process that imports the GPU packages; `driver` is build_driver's folder."""
+    libraries = ":".join(filter(None, (str(driver), os.environ.get("LD_LIBRARY_PATH"))))
+    return os.environ | {
+        "LD_LIBRARY_PATH": libraries,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
+
+
+def pretend_h100(device: Any) -> None:
+    """torch.cuda answers as on a node with eight; `device` is what torch.cuda.current_device() returns."""
+    answers = {
+        "is_available": True,
+        "device_count": 8,
+        "current_device": device,
+        "get_device_capability": (H100.major, H100.minor),
+        "get_device_properties": H100,
+        "get_device_name": H100.name,
+        "current_stream": _Stream(),
+        "default_stream": _Stream(),
+        **dict.fromkeys(("set_device", "synchronize", "_lazy_init", "manual_seed", "set_rng_state")),
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
+    torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[assignment, misc]
+
+
+class On(TorchFunctionMode):
+    """Tensors that are to be made on a GPU are made on `device`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "cuda" in str(options.get("device")):
+            options["device"] = self._device
+        return func(*args, **options)
+
+
+class _Anything:
+    """Stands for whatever is looked up in a compiled module: called, subscripted, compared or inherited from."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return _Anything(f"{self._name}()")
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Anything) and other._name == self._name
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (object,)
+
+    def __int__(self) -> int:
+        return abs(hash(self._name)) % 1000
+
+    __index__ = __int__
+
+    def __or__(self, other: Any) -> Any:
+        return object
+
+    __ror__ = __or__
+
+
+class _Compiled(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name)
+
+
+def stub_transformer_engine() -> None:
+    """Imports Transformer Engine's Python, with stand-ins for its compiled part for torch."""
+    from transformer_engine import common  # pyright: ignore[reportMissingImports]
+
+    compiled = _Compiled("transformer_engine_torch")
+    dtypes = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+    compiled.DType = enum.IntEnum("DType", dtypes, start=0)  # type: ignore[attr-defined]
+    backends = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+    compiled.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", backends)  # type: ignore[attr-defined]
+    for name, value in {
+        "get_cudnn_version": 92400,
+        "get_num_cublas_streams": 4,
+        "get_cublasLt_version": 130100,
+    }.items():
+        setattr(compiled, name, lambda value=value: value)
+    sys.modules["transformer_engine_torch"] = compiled
+    common.load_framework_extension = lambda name: None
+    import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+
+def stub_random_states() -> None:
+    """Megatron-Core's named random states, which are of the GPU's generator."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **options: torch.zeros(16, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **options: None
+
+
+def fake_vllm_platform() -> None:
+    """vLLM's CUDA platform, which would ask the driver, answers for an H100."""
+    from vllm import platforms
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class Platform(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(H100.major, H100.minor)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return H100.name
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return H100.total_memory
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return H100.multi_processor_count
+
+    platforms._current_platform = Platform()
+    registry._run_in_subprocess = lambda function: function()  # it would only keep CUDA out of this process
