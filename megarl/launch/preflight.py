@@ -1,6 +1,7 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` checks numbers; this module adds the checks of tasks and rewards. Neither imports torch.
+`megarl.config.validate` checks numbers; this module adds the checks of tasks and rewards. Neither imports torch, except
+with the model's tokenizer, which is loaded where a setting depends on it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job, check_config
-from megarl.data.tasks import check_task
+from megarl.data.tasks import Problem, check_task
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
 
@@ -16,10 +17,25 @@ from megarl.rewards.catalog import make_rewards
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
-    check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
+    problem = check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command in ("eval", "parity"):
         make_rewards(config.rewards)
+    _check_text(config, problem)
     return job
+
+
+def _check_text(config: Config, problem: Problem) -> None:
+    """Raises ValueError for settings that the model's tokenizer cannot follow; without such settings, loads nothing."""
+    task, stop = config.task, config.rollout.stop
+    if not (task.template == "chat" or task.system_prompt or task.template_args or stop):
+        return
+    from megarl.data.tokenizer import load_tokenizer, prompt_encoder, stop_token_ids
+    from megarl.launch.random_model import random_tokenizer
+
+    create = config.model.create
+    tokenizer = random_tokenizer(create) if create else load_tokenizer(str(config.model.path))
+    prompt_encoder(tokenizer, task)(problem.question)
+    stop_token_ids(tokenizer, stop)
 
 
 def describe(config: Config, job: Job) -> str:
