@@ -2,9 +2,9 @@
 
 ``f(prompt, response, answer, final_answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts,
 `answer` is the reference, `final_answer` the part of the response to compare with it (None if there is nothing at the
-place `task.answer`), `tokens` the response's ids, `finish` is stop or length, and `extra` holds the reward's options and
-the problem's other fields (among them a function `score`, if the task judges answers itself). A function may leave out
-any argument.
+place `task.answer`), `tokens` the response's ids, `finish` is stop or length, and `extra` holds the reward's options
+and the problem's other fields (among them a function `score`, if the task judges answers itself). A function may leave
+out any argument.
 """
 
 from __future__ import annotations
