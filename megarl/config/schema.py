@@ -15,7 +15,7 @@ from megarl.layout import Parallel
 
 FiniteNonNegative = Annotated[FiniteFloat, Field(ge=0)]
 Options = dict[str, Any]
-AnswerPlace = Literal["auto", "tag", "boxed", "last_line", "whole"]
+AnswerPlace = Literal["auto", "tag", "boxed", "last_line", "last_number", "whole"]
 
 
 class Section(BaseModel):
@@ -65,10 +65,11 @@ class Task(Section):
     options: Options = {}  # passed to the task, for example reasoning-gym's settings
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
     # the system message, unless a problem's messages have one; it names the place where `answer` is looked for:
-    #   tag        Write the final answer between <answer> and </answer>.
-    #   boxed      Put the final answer within \\boxed{}.
-    #   last_line  Write the final answer alone on the last line.
-    #   whole      Reply with the final answer only.
+    #   tag          Write the final answer between <answer> and </answer>.
+    #   boxed        Put the final answer within \\boxed{}.
+    #   last_line    Write the final answer alone on the last line.
+    #   last_number  End with the number that is the answer.
+    #   whole        Reply with the final answer only.
     system_prompt: str | None = Field(default=None, min_length=1)
     template_args: Options = {}  # variables of the chat template, for example {enable_thinking: false}
     # the part of a response, after any thinking, that `accuracy` judges; auto: tag or boxed if present, else whole

@@ -1,26 +1,29 @@
 """Finds the final answer in a response, before any judge sees it. Pure, linear in the length of the text, no imports.
 
-response --after any thinking--> tag | boxed | last_line | whole --> final answer, or None
+response --after any thinking--> tag | boxed | last_line | last_number | whole --> final answer, or None
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 
 from megarl.config.schema import AnswerPlace
 
 BOXED = "\\boxed"
+NUMBER = re.compile(r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")  # a minus between terms is not a sign
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
 
 
 def extract_answer(response: str, place: AnswerPlace) -> str | None:
     """Returns the final answer without surrounding white space, or None if the response has none.
 
-    tag        the content of the last <answer>...</answer>
-    boxed      the content of the last \\boxed{...} whose braces balance
-    last_line  the last line that is not empty
-    whole      everything
-    auto       tag if there is an <answer>, else boxed if there is a \\boxed, else whole
+    tag          the content of the last <answer>...</answer>
+    boxed        the content of the last \\boxed{...} whose braces balance
+    last_line    the last line that is not empty
+    last_number  the last number, without thousands separators
+    whole        everything
+    auto         tag if there is an <answer>, else boxed if there is a \\boxed, else whole
 
     Thinking ends with the last </think>; a response that is cut off while thinking has no answer.
     """
@@ -33,6 +36,9 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
         return _tagged(text)
     if place == "boxed":
         return _boxed(text)
+    if place == "last_number":
+        number = deque(NUMBER.finditer(text), maxlen=1)
+        return number[0][0].replace(",", "") if number else None
     return text.rpartition("\n")[2].strip() or None if place == "last_line" else text
 
 

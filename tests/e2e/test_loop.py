@@ -115,7 +115,7 @@ def test_gpt_oss_trains(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_stop_text_ends_responses(tmp_path: Path) -> None:
     """A real tokenizer: the text is one token, stays in the response, and what it ends is not truncated."""
-    task = "task={name: 'reasoning_gym:chain_sum', system_prompt: Add., answer: last_line}"
+    task = "task={name: 'reasoning_gym:chain_sum', system_prompt: Add., answer: tag}"
     overrides = ["run.name=stop", "model.create.tokenizer=characters", "model.create.vocab=32", task]
     overrides += ["rollout.stop=['7']", "rollout.max_prompt_tokens=200", "rewards=[{name: accuracy}]", "train.steps=1"]
     done = train(tmp_path, "tiny_dense", *overrides, "algorithm.filter_zero_std=false")
@@ -127,4 +127,6 @@ def test_a_stop_text_ends_responses(tmp_path: Path) -> None:
     assert all(sample["response"].index("7") == len(sample["response"]) - 1 for sample in stopped)
     assert all(sample["finish"] == "stop" for sample in stopped)
     lengths = [sample["finish"] == "length" for sample in samples]
-    assert any(lengths) and rows(tmp_path / "stop")[0]["length/truncated_frac"] == sum(lengths) / len(samples)
+    metrics = rows(tmp_path / "stop")[0]
+    assert any(lengths) and metrics["length/truncated_frac"] == sum(lengths) / len(samples)
+    assert metrics["reward/accuracy/no_answer"] == len(samples), "no response has an <answer>"

@@ -78,7 +78,11 @@ def test_problems_are_held_out_where_they_are_asked_for(task: dict[str, Any]) ->
             "task={template: chat, name: 'megarl.data.tasks:random_tokens', options: {vocab: 67}}",
             "without a tokenizer there is no chat template; use task.template: plain and text prompts",
         ),
-        ("task.answer=box", "task.answer='box' is not one of auto, tag, boxed, last_line, whole; did you mean boxed?"),
+        (
+            "task.answer=box",
+            "task.answer='box' on the command line is invalid: it should be 'auto', 'tag', 'boxed', 'last_line', "
+            "'last_number' or 'whole'",
+        ),
     ],
 )
 def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
