@@ -15,6 +15,7 @@ from megarl.layout import Parallel
 
 FiniteNonNegative = Annotated[FiniteFloat, Field(ge=0)]
 Options = dict[str, Any]
+AnswerPlace = Literal["auto", "tag", "boxed", "last_line", "last_number", "whole"]
 
 
 class Section(BaseModel):
@@ -65,6 +66,16 @@ class Task(Section):
     name: str = "reasoning_gym:chain_sum"
     options: Options = {}  # passed to the task, for example reasoning-gym's settings
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
+    # the system message, unless a problem's messages have one; it names the place where `answer` is looked for:
+    #   tag          Write the final answer between <answer> and </answer>.
+    #   boxed        Put the final answer within \\boxed{}.
+    #   last_line    Write the final answer alone on the last line.
+    #   last_number  End with the number that is the answer.
+    #   whole        Reply with the final answer only.
+    system_prompt: str | None = Field(default=None, min_length=1)
+    template_args: Options = {}  # variables of the chat template, for example {enable_thinking: false}
+    # the part of a response, after any thinking, that `accuracy` judges; auto: tag or boxed if present, else whole
+    answer: AnswerPlace = "auto"
     seed: int = 0
     size: PositiveInt | None = None  # None: the whole task
 
@@ -166,6 +177,7 @@ class Rollout(Section):
     replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks per replica
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
+    stop: tuple[str, ...] = ()  # texts of one token each that end a response, like EOS, and stay in it
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1

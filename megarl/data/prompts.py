@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.data.tasks import Source
-from megarl.data.tokenizer import Template, Tokenizer
+from megarl.data.tokenizer import Encode
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -25,9 +25,8 @@ class PromptStream:
     """roles.Prompts. Depends on the task and the seed alone, so it is the same on every rank."""
 
     source: Source
-    tokenizer: Tokenizer
+    encode: Encode  # question -> tokens (tokenizer.prompt_encoder)
     max_tokens: int  # longer prompts are skipped and counted
-    template: Template | None = None  # None: chat if the tokenizer has a template
     seed: int = 0
     position: int = 0
     skipped: int = 0
@@ -39,7 +38,7 @@ class PromptStream:
         skips = 0
         while len(taken) < count:
             problem = self.source.problem(self._index(self.position))
-            tokens = self.tokenizer.encode_prompt(problem.question, self.template)
+            tokens = self.encode(problem.question)
             text = problem.question
             if not isinstance(text, str):  # chat messages
                 text = "\n".join(f"{message['role']}: {message['content']}" for message in text)

@@ -67,11 +67,11 @@ def load_task(task: Task, split: Split = "train") -> Source:
     return Source(source.problem, task.size if source.size is None else min(task.size, source.size))
 
 
-def check_task(task: Task, *, held_out: bool = False) -> None:
+def check_task(task: Task, *, held_out: bool = False) -> Problem:
     """Makes the first problem of each split, so that errors surface before anything starts; raises like `load_task`."""
-    load_task(task).problem(0)
     if held_out:
         load_task(task, "eval").problem(0)
+    return load_task(task).problem(0)
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:

@@ -6,16 +6,22 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import TemplateError, meta
+
+from megarl.config.schema import Task
 from megarl.data.tasks import Question
 from megarl.platform.env import is_installed
 
 Template = Literal["chat", "plain"]
 MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
+Encode = Callable[[Question], tuple[int, ...]]
+ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # variables of a chat template that task.template_args cannot set
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
@@ -61,6 +67,44 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
     return HfTokenizer(inner, tuple(sorted(eos | _ids(inner.eos_token_id))))
 
 
+def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
+    """Returns the function that encodes the task's questions.
+
+    Raises ValueError for a setting that the model's chat template would ignore.
+    """
+    chat = {key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))}
+    if chat and (task.template == "plain" or not tokenizer.chat_template):
+        reason = "task.template is plain" if task.template == "plain" else "the model's tokenizer has none"
+        raise ValueError(f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a chat model")
+    known = tokenizer.template_variables() if task.template_args else ()
+    if unknown := next((name for name in task.template_args if name not in known), None):
+        raise ValueError(
+            f"task.template_args has {unknown}, which the model's chat template never reads "
+            f"(it reads {', '.join(known) or 'no such variables'}); remove {unknown}"
+        )
+    return partial(tokenizer.encode_prompt, template=task.template, **chat)
+
+
+def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+    """Returns every token id that ends a response: each EOS, and the tokens of the texts `stop`.
+
+    Raises ValueError for a text that is not exactly one token: the engine would have to cut text, and the trainer would
+    not see the tokens that were sampled.
+    """
+    ids = set(tokenizer.eos)
+    for text in stop:
+        tokens = tokenizer.split(text)
+        if [piece for _, piece in tokens] != [text]:
+            pieces = " ".join(repr(piece) for _, piece in tokens)
+            count = f"{len(tokens)} tokens" if len(tokens) != 1 else "an unknown token"
+            raise ValueError(
+                f"rollout.stop has {text!r}, which is {count} of the model's tokenizer ({pieces}), but a response ends "
+                "with one token; choose a text that is a single token, or remove it"
+            )
+        ids.add(tokens[0][0])
+    return tuple(sorted(ids))
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -81,25 +125,64 @@ class HfTokenizer:
     def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
         self.inner = inner
         self.eos = eos
+        self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
 
-    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
+    def encode_prompt(
+        self,
+        question: Question,
+        template: Template | None,
+        *,
+        system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Encodes a question as plain text, or in the tokenizer's chat template up to the start of the answer.
 
-        `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none.
+        `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none,
+        and if the template rejects or drops a message.
         """
-        if (template or ("chat" if self.inner.chat_template else "plain")) == "plain":
+        if (template or ("chat" if self.chat_template else "plain")) == "plain":
             text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
             return tuple(self.inner(text)["input_ids"])
-        if not self.inner.chat_template:
+        if not self.chat_template:
             raise ValueError("task.template=chat, but the model's tokenizer has no chat template; use plain")
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        text = self.inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        is_added = system_prompt is not None and messages[0]["role"] != "system"
+        if is_added:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        try:
+            text = self.inner.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **(template_args or {})
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template rejects the prompt: {error}") from None
+        if is_added and str(system_prompt).strip() not in text:
+            raise ValueError(
+                f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's chat template ignores "
+                "system messages; put it into the questions"
+            )
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+
+    def template_variables(self) -> list[str]:
+        """The variables that the chat template reads, other than those that it is always given."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # with its extensions of Jinja
+
+        assert self.chat_template is not None
+        try:
+            environment = _compile_jinja_template(self.chat_template).environment
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template is not valid: {error}") from None
+        variables = meta.find_undeclared_variables(environment.parse(self.chat_template))
+        return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encodes the text and adds the end token, as in a finished response."""
         end = self.inner.eos_token_id if self.inner.eos_token_id is not None else next(iter(self.eos), None)
         return (*self.inner(text, add_special_tokens=False)["input_ids"], *(() if end is None else (end,)))
+
+    def split(self, text: str) -> list[tuple[int, str]]:
+        """The tokens of `text`: the id and the text of each."""
+        ids = self.inner(text, add_special_tokens=False)["input_ids"]
+        return [(token, self.inner.decode([token], clean_up_tokenization_spaces=False)) for token in ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -107,6 +190,8 @@ class HfTokenizer:
 
 class TokenIds:
     """Stands in for the tokenizer of a model that has none: a text is token ids, separated by spaces."""
+
+    chat_template = None
 
     def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
         self.eos = eos
@@ -119,6 +204,12 @@ class TokenIds:
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         return (*self._parse(text), *self.eos[:1])
+
+    def template_variables(self) -> list[str]:
+        return []
+
+    def split(self, text: str) -> list[tuple[int, str]]:
+        return [(token, str(token)) for token in self._parse(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))

@@ -21,7 +21,7 @@ from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, load_task
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
@@ -100,9 +100,8 @@ def make_prompts(rank: Rank, split: Split = "train") -> PromptStream:
     config, task = rank.config, rank.config.task
     return PromptStream(
         load_task(task, split),
-        rank.tokenizer,
+        prompt_encoder(rank.tokenizer, task),
         max_tokens=config.rollout.max_prompt_tokens,
-        template=task.template,
         seed=config.run.seed,
     )
 

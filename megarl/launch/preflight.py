@@ -1,15 +1,18 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` checks numbers; this module adds those of tokenizer, tasks and rewards. Neither imports torch.
+`megarl.config.validate` checks numbers; this module adds those of tokenizer, tasks and rewards. Neither imports torch,
+except with the model's tokenizer, which is loaded where a setting depends on it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config.load import resolved_yaml, run_dir
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Create
 from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
-from megarl.data.tasks import check_task
-from megarl.data.tokenizer import check_tokenizer
+from megarl.data.tasks import Problem, check_task
+from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
@@ -18,13 +21,30 @@ from megarl.rewards.catalog import make_rewards
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
-    if config.model.path is not None:
-        folder = model_folder(config.model.path, config.model.revision)
-        check_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-    check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
+    model = config.model
+    folder = model_folder(model.path, model.revision) if model.path is not None else None
+    if folder is not None:
+        check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    problem = check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command in ENGINE_COMMANDS:
         make_rewards(config.rewards)
+    _check_text(config, problem, folder)
     return job
+
+
+def _check_text(config: Config, problem: Problem, folder: Path | None) -> None:
+    """Raises ValueError for settings that the model's tokenizer cannot follow; without such settings, loads nothing."""
+    task, stop = config.task, config.rollout.stop
+    if not (task.template == "chat" or task.system_prompt or task.template_args or stop):
+        return
+    if folder is not None:
+        tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    else:
+        from megarl.launch.random_model import random_tokenizer
+
+        tokenizer = random_tokenizer(config.model.create or Create())
+    prompt_encoder(tokenizer, task)(problem.question)
+    stop_token_ids(tokenizer, stop)
 
 
 def describe(config: Config, job: Job) -> str:

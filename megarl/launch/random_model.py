@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, generation_config, hf_config
 from megarl.config.schema import Config, Create
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.registry import hf_shapes, parse_model
 
 FORMAT = 1  # incremented when the same section must produce different bytes
@@ -48,11 +49,8 @@ def create_model(create: Create, root: Path) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
     try:
         values = hf_config(create)
-        _write_json(staging / "config.json", values)
-        _write_json(staging / "generation_config.json", generation_config())
+        _write_settings(staging, create, values)
         _write_weights(staging / "model.safetensors", values, create.seed)
-        if create.tokenizer == "characters":
-            _write_tokenizer(staging, create)
         staging.chmod(0o755)
         try:
             staging.rename(folder)
@@ -62,6 +60,21 @@ def create_model(create: Create, root: Path) -> Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def random_tokenizer(create: Create) -> Tokenizer:
+    """The tokenizer of the model that `create_model` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_settings(Path(folder), create, hf_config(create))
+        return load_tokenizer(folder)
+
+
+def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> None:
+    """Everything but the weights."""
+    _write_json(folder / "config.json", values)
+    _write_json(folder / "generation_config.json", generation_config())
+    if create.tokenizer == "characters":
+        _write_tokenizer(folder, create)
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:
@@ -91,12 +104,13 @@ def _write_tokenizer(folder: Path, create: Create) -> None:
     It is a byte-level BPE without merges: transformers rebuilds qwen2's tokenizer as byte-level whatever the file
     contains, so this is the only form that works for every family.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
     tokens = characters(create)
     # byte-level BPE represents control characters and the space as U+0100 + byte
     vocab = {chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index for index, t in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[misc]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

@@ -16,6 +16,7 @@ from megarl.algorithms.parity import Excess, Quantiles
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.collate import collate
+from megarl.data.tokenizer import stop_token_ids
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import PROBE_PROMPTS, PROBE_TOKENS, ParityChecks, measure_logprobs
@@ -151,7 +152,7 @@ def make_engine(rank: Rank) -> Engine:
         rank.model_folder,
         rank.config.rollout,
         rank.env,
-        stop_token_ids=rank.tokenizer.eos,
+        stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
         dtype=DTYPES[rank.config.train.dtype],
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
@@ -163,7 +164,7 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
     env, size = rank.env, rank.config.rollout.tensor
     return Exchange(
         engine,
-        make_scorer(rank.config.rewards, decode=rank.tokenizer.decode),
+        make_scorer(rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer),
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
         device=rank.device.torch,

@@ -1,8 +1,10 @@
 """Functions as rewards.
 
-``f(prompt, response, answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts, `tokens` the
-response's ids, `finish` is stop or length, and `extra` holds the reward's options and the problem's other fields (among
-them a function `score`, if the task judges answers itself). A function may leave out any argument.
+``f(prompt, response, answer, final_answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts,
+`answer` is the reference, `final_answer` the part of the response to compare with it (None if there is nothing at the
+place `task.answer`), `tokens` the response's ids, `finish` is stop or length, and `extra` holds the reward's options
+and the problem's other fields (among them a function `score`, if the task judges answers itself). A function may leave
+out any argument.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_opt
 from megarl.rewards.time_limit import call_with_time_limit
 
 # supplied for each sample, hence not accepted as options
-ARGUMENTS = frozenset(("prompt", "response", "answer", "tokens", "finish", "score", "steps"))
+ARGUMENTS = frozenset(("prompt", "response", "answer", "final_answer", "tokens", "finish", "score", "steps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,11 @@ class FunctionReward:
         return cls(function, accepted, options, timeout_s)
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        return [try_score(lambda request: Score(float(self.call(request))), request) for request in requests]
+        return [try_score(self._score, request) for request in requests]
+
+    def _score(self, request: ScoreRequest) -> Score:
+        result = self.call(request)
+        return result if isinstance(result, Score) else Score(float(result))
 
     def call(self, request: ScoreRequest, **context: Any) -> Any:
         """Returns the function's result. Raises ScoreError if it takes too long, and the function's own errors."""

@@ -31,13 +31,14 @@ class ScoreRequest:
     prompt: str
     response: str
     answer: str | None = None
+    final_answer: str | None = None  # what judges compare with `answer` (answers.py); None: the response has none
     tokens: tuple[int, ...] = ()  # of the response
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a reward function; the sample's fields take precedence over the problem's."""
-        fields = {name: getattr(self, name) for name in ("prompt", "response", "answer", "finish")}
+        fields = {name: getattr(self, name) for name in ("prompt", "response", "answer", "final_answer", "finish")}
         return {**self.extra, **fields, "tokens": list(self.tokens)}
 
 

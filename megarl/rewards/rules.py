@@ -6,24 +6,26 @@ No torch; heavy parsers are imported when they are first needed.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 
-BOXED = "\\boxed"
+from megarl.rewards.interface import Score
+
 MAX_MATHS_CHARS = 2000  # longer answers are not parsed as mathematics, only compared as text
 
 
-def accuracy(*, response: str, answer: str | None, score: Callable[[str], float] | None = None) -> float:
+def accuracy(*, final_answer: str | None, answer: str | None, score: Callable[[str], float] | None = None) -> Score:
     """The result of the task's own `score` function, or 1 if the final answer equals the reference as text or maths.
 
-    A `score` that is not callable is a column of the task's file and is ignored.
+    A response without a final answer scores 0. A `score` that is not callable is a column of the task's file and is
+    ignored.
     """
-    final = final_answer(response)
+    if final_answer is None:
+        return Score(0.0, "no_answer", "there is nothing at the place that task.answer names")
     if callable(score):
-        return float(score(final))
+        return Score(float(score(final_answer)))
     if answer is None:
         raise ValueError("the problem has no answer to compare with")
-    return float(_normalise(final) == _normalise(answer) or _equal_maths(final, answer))
+    return Score(float(_normalise(final_answer) == _normalise(answer) or _equal_maths(final_answer, answer)))
 
 
 def format_think(*, response: str) -> float:
@@ -37,27 +39,6 @@ def format_think(*, response: str) -> float:
 def even_fraction(*, tokens: Sequence[int]) -> float:
     """The share of even ids among the response's tokens; it varies even for random models."""
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
-
-
-def final_answer(response: str) -> str:
-    """The text after any thinking; within it, the content of the last <answer>...</answer> or \\boxed{...} if any."""
-    text = response.rpartition("</think>")[2]
-    tagged, closed, _ = text.rpartition("</answer>")
-    if closed and "<answer>" in tagged:
-        return tagged.rpartition("<answer>")[2].strip()
-    return (_boxed(text) or text).strip()
-
-
-def _boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} with balanced braces, in a single pass: a text may be all braces."""
-    opened: list[int] = []
-    start, end = -1, -1
-    for match in re.finditer(r"[{}]", text):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif opened and (brace := opened.pop()) > start and text.endswith(BOXED, 0, brace):
-            start, end = brace, match.start()
-    return None if start < 0 else text[start + 1 : end]
 
 
 def _normalise(text: str) -> str:
@@ -75,4 +56,4 @@ def _equal_maths(candidate: str, answer: str) -> bool:
     return bool(math_verify.verify(gold, target, timeout_seconds=None))
 
 
-BUILT_IN: dict[str, Callable[..., float]] = {"accuracy": accuracy, "format": format_think}
+BUILT_IN: dict[str, Callable[..., float | Score]] = {"accuracy": accuracy, "format": format_think}

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megarl.config.schema import Reward
+from megarl.config.schema import AnswerPlace, Reward
+from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
 from megarl.rewards.time_limit import on_daemon_thread
@@ -25,13 +26,15 @@ from megarl.types import Prompt, Sample
 log = logging.getLogger(__name__)
 
 
-def make_scorer(rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Decode | None = None) -> Scorer:
+def make_scorer(
+    rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Decode | None = None, answer: AnswerPlace = "auto"
+) -> Scorer:
     """Makes the scorer of a config's rewards. Raises ValueError if a reward cannot be resolved.
 
     `timeout_s` limits one call of a reward function. `decode` (token ids -> text) fills in `Sample.text`; process
-    rewards need it.
+    rewards need it. `answer` is the place of the final answer in a response.
     """
-    return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode)
+    return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode, answer)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Scorer:
 
     rewards: tuple[BatchReward, ...]
     decode: Decode | None = None  # None: the samples' texts are used as they are
+    answer: AnswerPlace = "auto"
     logged: set[str] = field(default_factory=set)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
@@ -47,7 +51,7 @@ class Scorer:
             texts = [self.decode(sample.tokens[sample.trainable].tolist()) for sample in samples]
             samples = [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        requests = [_request(by_id[sample.prompt_id], sample) for sample in samples]
+        requests = [_request(by_id[sample.prompt_id], sample, self.answer) for sample in samples]
         started = time.monotonic()
         pending = [
             (reward.name, reward.total_s, on_daemon_thread(partial(reward, requests)))
@@ -110,12 +114,13 @@ class Scorer:
             log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, detail)
 
 
-def _request(prompt: Prompt, sample: Sample) -> ScoreRequest:
+def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest:
     return ScoreRequest(
         id=f"{sample.prompt_id}/{sample.index}",
         prompt=prompt.text,
         response=sample.text,
         answer=prompt.answer,
+        final_answer=extract_answer(sample.text, place),
         tokens=tuple(sample.tokens[sample.trainable].tolist()),
         finish=sample.finish,
         extra=prompt.extra,

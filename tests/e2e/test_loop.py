@@ -125,3 +125,23 @@ def test_gpt_oss_trains(tmp_path: Path) -> None:
     for row in rows(tmp_path / "oss"):
         assert row["weights/verified"] and row["logprob_diff/max"] < 1e-4
         assert row["grad_norm"] > 1e-3 and row["reward/std"] > 0.05
+
+
+@pytest.mark.long
+def test_a_stop_text_ends_responses(tmp_path: Path) -> None:
+    """A real tokenizer: the text is one token, stays in the response, and what it ends is not truncated."""
+    task = "task={name: 'reasoning_gym:chain_sum', system_prompt: Add., answer: tag}"
+    overrides = ["run.name=stop", "model.create.tokenizer=characters", "model.create.vocab=32", task]
+    overrides += ["rollout.stop=['7']", "rollout.max_prompt_tokens=200", "rewards=[{name: accuracy}]", "train.steps=1"]
+    done = train(tmp_path, "tiny_dense", *overrides, "algorithm.filter_zero_std=false")
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "stop" / "rollouts").iterdir()
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    stopped = [sample for sample in samples if "7" in sample["response"]]
+    assert 10 < len(stopped) < len(samples)
+    assert all(sample["response"].index("7") == len(sample["response"]) - 1 for sample in stopped)
+    assert all(sample["finish"] == "stop" for sample in stopped)
+    lengths = [sample["finish"] == "length" for sample in samples]
+    metrics = rows(tmp_path / "stop")[0]
+    assert any(lengths) and metrics["length/truncated_frac"] == sum(lengths) / len(samples)
+    assert metrics["reward/accuracy/no_answer"] == len(samples), "no response has an <answer>"

@@ -6,6 +6,9 @@ TASKS = "unit/data/test_tasks.py"
 SCHEDULE = "unit/rollout/test_schedule.py"
 EXCHANGE = "unit/rollout/test_exchange.py"
 SHAPING = "unit/rollout/test_reward_shaping.py"
+ANSWERS = "unit/rewards/test_answers.py"
+LOOP = "e2e/test_loop.py"
+CHAT = "unit/data/test_chat.py"
 RULES = "unit/rewards/test_rules.py"
 SCORER = "unit/rewards/test_scorer.py"
 
@@ -155,10 +158,10 @@ BATCHES = [
         f"{RULES}::test_accuracy",
     ),
     (
-        "rewards/rules.py",
+        "rewards/answers.py",
         'text = response.rpartition("</think>")[2]',
         "text = response",
-        f"{RULES}::test_accuracy",
+        f"{ANSWERS}::test_places",
     ),
     (
         "rewards/scorer.py",
@@ -201,5 +204,89 @@ BATCHES = [
         "return isinstance(actual, int | float) and isinstance(expected, int | float) and _close(actual, expected)",
         "return actual == expected",
         "unit/rewards/test_code.py",
+    ),
+    (
+        "rewards/answers.py",
+        'text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))',
+        'text.find("<answer>")',
+        f"{ANSWERS}::test_places",
+    ),
+    (
+        "rewards/answers.py",
+        "(brace := opened.pop()) > start and",
+        "(brace := opened.pop()) > start and start < 0 and",
+        f"{ANSWERS}::test_places",
+    ),
+    (
+        "rewards/answers.py",
+        'place = "tag" if "<answer>" in text',
+        'place = "tag" if "</answer>" in text',
+        f"{ANSWERS}::test_places",
+    ),
+    (
+        "rewards/answers.py",
+        'BRACE = re.compile(r"\\\\.|[{}]", re.DOTALL)',
+        'BRACE = re.compile(r"[{}]")',
+        f"{ANSWERS}::test_places",
+    ),
+    (
+        "rewards/answers.py",
+        'if "<think>" in text:',
+        'if place == "auto" and "<think>" in text:',
+        f"{ANSWERS}::test_a_response_that_is_cut_off_while_thinking_has_no_answer",
+    ),
+    (
+        "rewards/rules.py",
+        "if final_answer is None:",
+        "if final_answer is None and answer is None:",
+        f"{RULES}::test_without_a_final_answer_no_judge_is_asked",
+    ),
+    (
+        "rewards/scorer.py",
+        "final_answer=extract_answer(sample.text, place)",
+        "final_answer=sample.text",
+        f"{SCORER}::test_the_place_of_the_answer_holds_for_every_judge",
+    ),
+    (
+        "data/tokenizer.py",
+        "ids.add(tokens[0][0])",
+        "pass",
+        f"{CHAT}::test_a_text_of_one_token_ends_a_response_like_eos",
+    ),
+    (
+        "data/tokenizer.py",
+        "if [piece for _, piece in tokens] != [text]:",
+        "if len(tokens) != 1:",
+        f"{CHAT}::test_a_text_outside_the_vocabulary_is_not_one_token",
+    ),
+    (
+        "data/tokenizer.py",
+        'system_prompt is not None and messages[0]["role"] != "system"',
+        "system_prompt is not None",
+        f"{CHAT}::test_messages_keep_a_system_message_of_their_own",
+    ),
+    (
+        "data/tokenizer.py",
+        "variables - ALWAYS_GIVEN - set",
+        "variables - set",
+        f"{CHAT}::test_refusals",
+    ),
+    (
+        "rollout/engine.py",
+        'FINISHES.get(answer.finish_reason, "abort")',
+        '"stop" if response[-1] == 2 else "length"',
+        "unit/rollout/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
+    ),
+    (
+        "launch/run_rl.py",
+        "stop_token_ids(rank.tokenizer, rank.config.rollout.stop)",
+        "rank.tokenizer.eos",
+        f"{LOOP}::test_a_stop_text_ends_responses",
+    ),
+    (
+        "launch/run_rl.py",
+        "answer=rank.config.task.answer",
+        'answer="auto"',
+        f"{LOOP}::test_a_stop_text_ends_responses",
     ),
 ]

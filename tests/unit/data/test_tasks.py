@@ -13,7 +13,7 @@ import pytest
 from megarl.config.schema import Task
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import check_task, load_task, random_tokens
-from megarl.data.tokenizer import TokenIds
+from megarl.data.tokenizer import TokenIds, prompt_encoder
 
 SUMS = Task(name="reasoning_gym:chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
 
@@ -151,7 +151,7 @@ LISTED = Task(name="megarl.data.tasks:random_tokens", options={"vocab": 67, "siz
 
 
 def stream(task: Task = LISTED, **more) -> PromptStream:
-    return PromptStream(load_task(task), TokenIds((2,), 67), **({"max_tokens": 8} | more))
+    return PromptStream(load_task(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more))
 
 
 def test_a_stream_resumes_where_it_stood():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cli import main
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
 from megarl.launch.preflight import preflight
@@ -67,3 +68,45 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
     with pytest.raises(ValueError, match=re.escape("is code (code.Special); set model.trust_remote_code=true")):
         preflight(parse_config({"model": model, "task": task}), ALONE)
     assert preflight(parse_config({"model": {**model, "trust_remote_code": True}, "task": task}), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "task.template_args={enable_thinking: false}",
+            "task.template_args has enable_thinking, which the model's chat template never reads (it reads no such "
+            "variables); remove enable_thinking",
+        ),
+        (
+            "rollout.stop=['</s>']",
+            "rollout.stop has '</s>', which is 4 tokens of the model's tokenizer ('<' '/' 's' '>'), but a response "
+            "ends with one token; choose a text that is a single token, or remove it",
+        ),
+        (
+            "task={template: plain, system_prompt: Add.}",
+            "task.system_prompt needs a chat template, but task.template is plain; remove it, or use a chat model",
+        ),
+        (
+            "task={template: chat, name: 'megarl.data.tasks:random_tokens', options: {vocab: 67}}",
+            "without a tokenizer there is no chat template; use task.template: plain and text prompts",
+        ),
+        (
+            "task.answer=box",
+            "task.answer='box' on the command line is invalid: it should be 'auto', 'tag', 'boxed', 'last_line', "
+            "'last_number' or 'whole'",
+        ),
+    ],
+)
+def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, line: str
+) -> None:
+    tokenizer = "none" if "random_tokens" in override else "characters"
+    (tmp_path / "c.yaml").write_text(
+        f"run: {{dir: {tmp_path}/runs}}\nmodel: {{create: {{tokenizer: {tokenizer}}}}}\nrollout: {{max_tokens: 16}}\n"
+    )
+    code = main(["train", str(tmp_path / "c.yaml"), override])
+    assert (code, capsys.readouterr().err) == (2, f"megarl: {line}\n")
+    assert not (tmp_path / "runs").exists()
+    accepted = "task={system_prompt: Add., answer: tag}", "rollout.stop=['>']", "model.create.tokenizer=characters"
+    assert main(["train", str(tmp_path / "c.yaml"), "--dry-run", *accepted]) == 0

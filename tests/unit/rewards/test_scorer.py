@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.config.schema import Reward
+from megarl.config.schema import Reward, Task
+from megarl.data.tasks import load_task
 from megarl.rewards.interface import BatchReward
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
@@ -65,10 +66,28 @@ def test_a_function_takes_what_it_names():
 
 def test_a_function_may_take_everything():
     def reward(prompt, **everything):
-        assert set(everything) == {"response", "answer", "tokens", "finish", "level"}
+        assert set(everything) == {"response", "answer", "final_answer", "tokens", "finish", "level"}
         return len(prompt)
 
     assert score_one(scorer_of(reward)).reward == len(PROMPT.text)
+
+
+def test_the_place_of_the_answer_holds_for_every_judge():
+    """For a reference, for reasoning-gym's own judge and for a user's function alike."""
+    seen = []
+    gym = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
+    prompts = [PROMPT, Prompt(1, (4,), str(gym.question), gym.answer, gym.extra)]
+    texts = [f"17 {gym.answer}", f"I say <answer>{prompts[0].answer}</answer>", f"So <answer>{gym.answer}</answer>"]
+    samples = [
+        sample(prompt_id, text=text) for prompt_id, text in ((0, texts[0]), (1, texts[0]), (0, texts[1]), (1, texts[2]))
+    ]
+    setattr(sys.modules[HERE], "_reward", lambda final_answer: seen.append(final_answer) or 0.0)  # noqa: B010
+    scorer = make_scorer([Reward(name="accuracy"), Reward(name=f"{HERE}:_reward")], answer="tag")
+    done = scorer.score(prompts, samples)
+    assert [s.rewards["accuracy"] for s in done] == [0.0, 0.0, 1.0, 1.0]
+    assert [s.extra.get("counted") for s in done] == [["reward/accuracy/no_answer"]] * 2 + [None] * 2
+    assert seen == [None, None, "17", gym.answer]
+    assert all(s.reward is not None for s in done), "no answer is the policy's fault: the sample is trained on"
 
 
 def raises(response):

@@ -62,14 +62,17 @@ def test_mathematics_that_would_fill_the_world(where):
 
 def test_accuracy_off_the_main_thread():
     """math-verify sets an alarm of its own, which raises there."""
-    assert elsewhere(accuracy, {"response": r"\boxed{\frac{1}{2}}", "answer": "0.5"}, 30.0) == 1.0
+    assert elsewhere(accuracy, {"final_answer": r"\frac{1}{2}", "answer": "0.5"}, 30.0).value == 1.0
 
 
 @pytest.mark.long
 def test_a_tasks_own_judge_off_the_main_thread():
     problem = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
     score = problem.extra["score"]
-    assert elsewhere(accuracy, {"response": problem.answer, "answer": problem.answer, "score": score}, 60.0) == 1.0
+    assert (
+        elsewhere(accuracy, {"final_answer": problem.answer, "answer": problem.answer, "score": score}, 60.0).value
+        == 1.0
+    )
 
 
 def test_a_worker_is_used_again_and_tells_what_was_raised():
