@@ -27,7 +27,7 @@ from megarl.platform.env import Env, count_gpus
 
 RESERVED = (  # keys that must keep their defaults
     "model.trust_remote_code", "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
-    "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
+    "precision.fp8",
 )  # fmt: skip
 
 

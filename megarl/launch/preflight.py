@@ -1,6 +1,6 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` checks numbers; this module adds the checks of tasks and rewards. Neither imports torch.
+`megarl.config.validate` checks numbers; this module adds those of tasks, rewards and trackers. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from megarl.config.validate import Job, check_config
 from megarl.data.tasks import check_task
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
+from megarl.telemetry.trackers import check_trackers
 
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
@@ -19,6 +20,8 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
     if config.stage == "rl" or command in ("eval", "parity"):
         make_rewards(config.rewards)
+    if command == "train" and env.is_main:
+        check_trackers(config.telemetry)
     return job
 
 
