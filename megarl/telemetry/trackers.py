@@ -130,13 +130,16 @@ class WandB:
             dir=get_env("WANDB_DIR", str(folder)),
             config=dict(config),
             allow_val_change=True,
-            settings=wandb.Settings(console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True),
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True),
         )
         try:
             self._run = init()
         except wandb.Error as error:
+            wandb.teardown()  # its service still reserves the id
             self._run = init(mode="offline")
-            _warn(f"Weights & Biases cannot be reached ({error!r}); upload this run later: wandb sync {self._run.dir}")
+            _warn(f"Weights & Biases cannot be reached, so its run is recorded offline: {error}")
+        upload = f"upload it with: wandb sync {Path(self._run.dir).parent}"
+        print(f"Weights & Biases run: {upload if self._run.offline else self._run.url}", flush=True)
         if self._run.offline:
             results = {row["step"]: row for row in read_metrics(folder / "eval.jsonl")}
             for row in read_metrics(folder / "metrics.jsonl"):

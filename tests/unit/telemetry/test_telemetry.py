@@ -6,10 +6,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megarl.config.load import parse_config
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.telemetry.metrics import read_metrics, rollout_metrics, update_metrics
 from megarl.telemetry.progress import brief
@@ -61,9 +63,11 @@ def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> Non
         record(rolled(groups()), report, PublishReport(step + 1, 3, 100, 7, True, 0.25))
 
 
-def opened(folder: Path, start: int = 0) -> Telemetry | Silent:
-    facts = {"world_size": 2, "layout": "tp2"}
-    return open_telemetry(folder, rank=0, steps=4, start=start, interactive=False, facts=facts)
+def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Telemetry | Silent:
+    config = parse_config(
+        {"run": {"dir": str(folder.parent), "name": folder.name}, "train": {"steps": 4}, "telemetry": telemetry}
+    )
+    return open_telemetry(config, rank=rank, start=start, interactive=False, facts={"world_size": 2, "layout": "tp2"})
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -152,7 +156,7 @@ def test_resume_drops_the_steps_done_again_and_a_torn_line(tmp_path: Path) -> No
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = open_telemetry(tmp_path / "x", rank=1, steps=1, start=0, interactive=False, facts={})
+    silent = opened(tmp_path / "x", rank=1, tensorboard=True)
     run_step(silent, 0)
     silent.close()
     assert not (tmp_path / "x").exists()
