@@ -200,7 +200,7 @@ def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "ask &lt;0&gt;" in page, "sampled text is text, not markup"
-    assert "data:image/png;base64," in page
+    assert page.count("<svg") >= 5
     assert "Held-out problems" in page
     assert not list(tmp_path.glob(".report*"))
 
