@@ -115,11 +115,11 @@ trackers.close()
 """
 
 
-def records(folder: Path) -> list[Any]:
+def records(file: Path) -> list[Any]:
     """The records of a .wandb file: blocks of 32 KiB with fragments, as in LevelDB's log, of protobuf messages."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data = next(folder.glob("run-*.wandb")).read_bytes()
+    data = file.read_bytes()
     messages, parts, offset = [], b"", 7
     while offset + 7 <= len(data):
         if (left := 32768 - offset % 32768) < 7:
@@ -134,9 +134,9 @@ def records(folder: Path) -> list[Any]:
     return messages
 
 
-def history(folder: Path) -> dict[int, dict[str, Any]]:
+def history(file: Path) -> dict[int, dict[str, Any]]:
     rows = {}
-    for record in records(folder):
+    for record in records(file):
         if record.WhichOneof("record_type") == "history":
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             assert row["_step"] not in rows
@@ -151,15 +151,15 @@ def test_wandb_offline(tmp_path: Path) -> None:
     out = wandb_script(STEPS + twice + KILLED, tmp_path, WANDB_MODE="offline")
     assert out.partition("killed\n")[2].count("\n") == 1 and "warning: Weights & Biases failed" in out, out
 
-    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert len(folders) == 3
-    assert {folder.name.split("-", 3)[3] for folder in folders} == {(tmp_path / "run" / "wandb_run_id").read_text()}
-    rows = history(folders[1])
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda f: f.stat().st_mtime_ns)
+    assert len(files) == 3
+    assert {file.stem for file in files} == {f"run-{(tmp_path / 'run' / 'wandb_run_id').read_text()}"}
+    rows = history(files[1])
     assert sorted(rows) == [0, 1, 2, 3, 4]
     assert [rows[step]["loss"] for step in range(5)] == [0, 1, 12, 13, 14]
     assert rows[1].keys() == {"loss", "reward/http://host:1/x/mean", "weights/verified"}
     assert rows[2]["eval/accuracy"] == 10.0 and rows[4]["eval/accuracy"] == 10.0
-    config = next(r.run for r in records(folders[0]) if r.WhichOneof("record_type") == "run").config.update
+    config = next(r.run for r in records(files[0]) if r.WhichOneof("record_type") == "run").config.update
     assert json.loads({item.key: item.value_json for item in config}["telemetry"])["wandb"] == "p"
 
 
@@ -171,7 +171,7 @@ def test_wandb_out_of_reach_records_offline(tmp_path: Path) -> None:
     out = wandb_script(STEPS + once, tmp_path, **nowhere)
     assert out.count("\n") == 2 and "cannot be reached" in out, out
     folder = Path(re.search(r"wandb sync (\S+)", out)[1])
-    assert sorted(history(folder)) == [0, 1]
+    assert sorted(history(next(folder.glob("run-*.wandb")))) == [0, 1]
 
 
 CHECK = """
