@@ -203,6 +203,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=FAINT, labelsize=8, length=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_offset_text().set_fontsize(8)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))

@@ -113,8 +113,9 @@ def _sample_sections(folder: Path) -> list[str]:
     samples = read_metrics(files[-1])
     samples.sort(key=lambda sample: sample.get("reward") or 0.0, reverse=True)
     step = int(files[-1].stem[5:])
-    best, others = samples[:NUM_SAMPLES], samples[NUM_SAMPLES:]
-    sections = (("Best", best), ("Worst", others[-NUM_SAMPLES:][::-1]))
+    middle = (len(samples) + 1) // 2
+    best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
+    sections = (("Best", best), ("Worst", worst[::-1]))
     return [
         f"<h2>{title} samples of step {step}</h2><div class=samples>{''.join(map(_sample, part))}</div>"
         for title, part in sections

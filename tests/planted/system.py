@@ -266,4 +266,10 @@ SYSTEM = [
         "nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED",
         f"{GPUS}::test_two_gpus",
     ),
+    (
+        "launch/preflight.py",
+        "check_trackers(config.telemetry)",
+        "pass",
+        "unit/launch/test_preflight.py::test_trackers_are_checked_for_the_runs_that_use_them",
+    ),
 ]

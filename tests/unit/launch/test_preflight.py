@@ -54,3 +54,12 @@ def test_problems_are_held_out_where_they_are_asked_for(task: dict[str, Any]) ->
         preflight(made(only, eval={"every": 1}), ALONE)
     with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
         preflight(made(only), ALONE, command="eval")
+
+
+def test_trackers_are_checked_for_the_runs_that_use_them(task: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.telemetry.trackers.is_installed", lambda package: False)
+    config = made(task, telemetry={"tensorboard": True})
+    with pytest.raises(ValueError, match=re.escape("telemetry.tensorboard=true needs the package tensorboard")):
+        preflight(config, ALONE)
+    assert preflight(config, ALONE, command="eval"), "it has no metrics"
+    assert preflight(config, Env(rank=1, world_size=2), command="train"), "rank 0 writes"

@@ -61,10 +61,14 @@ def test_tensorboard_has_every_number_once(tmp_path: Path) -> None:
 def test_tensorboard_is_complete_when_a_run_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     trackers = Trackers(made(tmp_path / "a", tensorboard=True), start=0)
+    file = next((tmp_path / "a").iterdir())
+    sizes = []
     for step in range(3):
-        trackers.log(step, {"loss": 0.5})
-    assert [step for step, _ in scalars(tmp_path / "a")["loss"]] == [0, 1, 2], "it was not closed"
+        trackers.log(step, {f"metric{i}": 0.5 for i in range(200)})
+        sizes.append(file.stat().st_size)  # at once: a thread writes what is not flushed
     trackers.close()
+    assert sizes[0] < sizes[1] < sizes[2] == file.stat().st_size
+    assert [step for step, _ in scalars(tmp_path / "a")["metric199"]] == [0, 1, 2]
 
 
 class Failing:
