@@ -23,7 +23,7 @@ from megarl.platform.atomic import write_atomic
 from megarl.platform.env import get_env, is_installed
 from megarl.telemetry.metrics import read_metrics
 
-UPLOAD_S = 120  # W&B may take this long to upload what is left at the end
+UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
 
 
 class Tracker(Protocol):
