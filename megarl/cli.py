@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [*getattr(args, "overrides", ()), *rest, *(t for t in getattr(args, "layouts", ()) if "=" in t)]
     try:
         if args.command == "report":
-            return _report(Path(args.run_dir))
+            return _report([Path(folder) for folder in args.run_dirs], is_comparison=args.compare)
         if args.command == "convert":
             return _convert(args)
         if args.command == "plan":
@@ -86,8 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
-    report = commands.add_parser("report", help="draw the curves of a run: report.png and report.html")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, e.g. runs/quickstart")
+    report = commands.add_parser("report", help="draw the curves of runs: report.png and report.html")
+    report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
+    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory, e.g. runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -207,7 +208,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         with suppress(FileNotFoundError):  # no step has finished
             if config.stage == "rl" and job.model.bridge is None:  # the planner needs a table
                 _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
-            _report(run_dir(config))
+            _report([run_dir(config)])
     return code
 
 
@@ -224,10 +225,11 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 
-def _report(folder: Path) -> int:
-    from megarl.telemetry.report import write_report
+def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
+    from megarl.telemetry.report import write_comparison, write_report
 
-    print(f"report: {write_report(folder)}")
+    for page in [write_comparison(folders)] if is_comparison else map(write_report, folders):
+        print(f"report: {page}")
     return DONE
 
 

@@ -109,13 +109,19 @@ class Evaluation(Protocol):
 
 
 class Record(Protocol):
-    """Writes the metrics of one step from the reports of its roles."""
+    """Writes the metrics and samples of one step from what its roles returned."""
 
-    def __call__(self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None) -> None: ...
+    def __call__(
+        self,
+        rollout: Rollout | None,
+        update: StepReport,
+        sync: PublishReport | None,
+        scored: ScoredBatch | None = None,
+    ) -> None: ...
 
 
 class Telemetry(Protocol):
-    """Writes one line of metrics per step, and shows a progress bar."""
+    """Writes one line of metrics per step, shows a progress bar, and passes metrics on to trackers."""
 
     def step(self, step: int) -> AbstractContextManager[Record]: ...
     def span(self, name: str) -> AbstractContextManager[None]: ...

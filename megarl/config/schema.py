@@ -268,9 +268,19 @@ class Eval(Section):
     temperature: NonNegativeFloat = 0.0
 
 
+class SampleFiles(Section):
+    """The best, the worst and random samples of a step, in rollouts/step_<n>.jsonl."""
+
+    every: NonNegativeInt = 1  # steps from one file to the next; 0: never
+    max_samples: PositiveInt = 64  # in a file
+    keep: PositiveInt = 100  # the newest files
+
+
 class Telemetry(Section):
-    tensorboard: bool = False
-    wandb: str | None = None
+    tensorboard: bool = False  # write event files to the run directory
+    # A Weights & Biases project; null: off. Mode, entity and folder come from WANDB_MODE, WANDB_ENTITY and WANDB_DIR
+    wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
+    rollouts: SampleFiles = SampleFiles()
 
 
 class Config(Section):

@@ -28,8 +28,7 @@ from megarl.platform.env import Env, count_gpus
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
-    "precision.fp8", "telemetry.tensorboard", "telemetry.wandb",
+    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness", "precision.fp8",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.models.shape import ModelShape
-from megarl.platform.device import DTYPES, Device, pick_device
+from megarl.platform.device import DTYPES, Device, gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Trainer
@@ -122,13 +122,14 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
 
 
 def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
+    """Telemetry of a run from step `start` on; rank 0 also monitors the GPUs of its node's ranks."""
     telemetry = open_telemetry(
-        run_dir(rank.config),
+        rank.config,
         rank=rank.env.rank,
-        steps=rank.config.train.steps,
         start=start,
         interactive=is_interactive(),
         facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
+        gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.is_cuda else (),
     )
     return closing(telemetry)
 

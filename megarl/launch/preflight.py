@@ -1,7 +1,7 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
-`megarl.config.validate` checks numbers; this module adds those of tokenizer, tasks and rewards. Neither imports torch,
-except with the model's tokenizer, which is loaded where a setting depends on it.
+`megarl.config.validate` checks numbers; this module adds those of tokenizer, tasks, rewards and trackers. Neither
+imports torch, except with the model's tokenizer, which is loaded where a setting depends on it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encode
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
+from megarl.telemetry.trackers import check_trackers
 
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
@@ -29,6 +30,8 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.stage == "rl" or command in ENGINE_COMMANDS:
         make_rewards(config.rewards)
     _check_text(config, problem, folder)
+    if command == "train" and env.is_main:
+        check_trackers(config.telemetry)
     return job
 
 

@@ -115,7 +115,7 @@ def train_policy(rank: Rank, engine: Engine) -> Trainer:
     start, state = checkpoint.restore(config.checkpoint.resume)
     with rank_telemetry(rank, start) as telemetry:
         span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
-        evaluation = _evaluation(rank, exchange, every=config.eval.every)
+        evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
         evaluation.forget(start)
         is_masked, parity = config.algorithm.truncated == "mask", _parity(rank, trainer, engine)
         run = RlRun(

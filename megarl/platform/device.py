@@ -39,6 +39,11 @@ def pick_device(local_rank: int = 0) -> Device:
     return Device(device, "nccl")
 
 
+def gpu_uuids(count: int) -> list[str]:
+    """UUIDs, without the prefix `GPU-`, of the first `count` GPUs that this process sees."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+
+
 def free_host_bytes() -> int | None:
     """Memory that processes can allocate without swapping; None if the system does not report it."""
     return _proc_bytes("/proc/meminfo", "MemAvailable:")

@@ -6,7 +6,7 @@ held-out prompts -> generate (greedy, and at the temperature of rollouts) -> sha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Evaluation:
     every: int  # 0: never
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
+    evaluated: Callable[[int, Mapping[str, Any]], None] | None = None  # Telemetry.evaluated
 
     def forget(self, start: int) -> None:
         """Drop the results of steps from `start` on: a resumed run measures them again."""
@@ -59,4 +60,6 @@ class Evaluation:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result) + "\n")
+        if self.evaluated is not None:
+            self.evaluated(step, result)
         return result

@@ -50,5 +50,5 @@ def train(run: RlRun) -> None:
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():
                 sync = run.weights.publish(version=step + 1)
-            record(rollout, update, sync)
+            record(rollout, update, sync, scored)
         run.evaluation.maybe_run(step + 1)

@@ -109,9 +109,10 @@ class MetricsFile:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without those cut short when a run was killed."""
+    """The objects of a JSONL file, without a line that was cut short when a run was killed."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    # str.splitlines would also split at the line separators of Unicode, which JSON strings may contain
+    for line in file.read_text(encoding="utf-8").split("\n") if file.is_file() else ():
         with suppress(ValueError):
             rows.append(json.loads(line))
     return rows

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-INK, FAINT = "#1f2933", "#7b8794"
+from megarl.telemetry.curves import FAINT, INK
+
 BOX = 0.035  # width; the inner edges of the boxes are at x = 0 and 1
 GAP = 0.012  # between boxes, as a fraction of the height
 

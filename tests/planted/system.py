@@ -3,6 +3,10 @@
 LOAD = "unit/config/test_load.py"
 VALIDATE = "unit/config/test_validate.py"
 TELEMETRY = "unit/telemetry/test_telemetry.py"
+TRACKERS = "unit/telemetry/test_trackers.py"
+SAMPLES = "unit/telemetry/test_sample_files.py"
+GPUS = "unit/telemetry/test_gpus.py"
+REPORT = "unit/telemetry/test_report.py"
 SHM = "unit/platform/test_shm.py"
 JAIL = "unit/jail/test_sandbox.py"
 STATE = "unit/checkpoint/test_state.py"
@@ -251,5 +255,113 @@ SYSTEM = [
         "self.prompts.restore(",
         "dict(",
         f"{STATE}::test_everything_comes_back_as_it_was_when_it_was_saved",
+    ),
+    (
+        "telemetry/trackers.py",
+        "purge_step=start",
+        "purge_step=None",
+        f"{TRACKERS}::test_tensorboard_has_every_number_once",
+    ),
+    (
+        "telemetry/trackers.py",
+        "add_scalar(name, value, step)",
+        "add_scalar(name, value, step + 1)",
+        f"{TRACKERS}::test_tensorboard_has_every_number_once",
+    ),
+    (
+        "telemetry/trackers.py",
+        "self._writer.flush()",
+        "pass",
+        f"{TRACKERS}::test_tensorboard_is_complete_when_a_run_is_killed",
+    ),
+    (
+        "telemetry/trackers.py",
+        "self._running.pop(name, None)",
+        "pass",
+        f"{TRACKERS}::test_a_tracker_that_fails_is_dropped_with_one_line",
+    ),
+    (
+        "telemetry/trackers.py",
+        "if not start or not file.is_file():",
+        "if True:",
+        f"{TRACKERS}::test_wandb_offline",
+    ),
+    (
+        "telemetry/trackers.py",
+        'if row["step"] < start:',
+        "if False:",
+        f"{TRACKERS}::test_wandb_offline",
+    ),
+    (
+        "telemetry/log.py",
+        "self._trackers.log(step, metrics)",
+        "self._trackers.log(step + 1, metrics)",
+        f"{TELEMETRY}::test_every_metric_reaches_the_trackers_at_its_step",
+    ),
+    (
+        "telemetry/sample_files.py",
+        "[: -self._settings.keep]",
+        "[: -self._settings.keep - 1]",
+        f"{SAMPLES}::test_files_are_bounded_and_a_resumed_run_repeats_its_own",
+    ),
+    (
+        "telemetry/sample_files.py",
+        "if _step(file) >= start:",
+        "if _step(file) > start:",
+        f"{SAMPLES}::test_files_are_bounded_and_a_resumed_run_repeats_its_own",
+    ),
+    (
+        "telemetry/sample_files.py",
+        "[scored.mask[span]]",
+        "",
+        f"{SAMPLES}::test_a_line",
+    ),
+    (
+        "telemetry/sample_files.py",
+        'text.encode("utf-8", errors="replace")',
+        "text",
+        f"{SAMPLES}::test_text_that_is_not_utf_8",
+    ),
+    (
+        "telemetry/metrics.py",
+        '.split("\\n") if file',
+        ".splitlines() if file",
+        f"{REPORT}::test_sampled_text_stays_text",
+    ),
+    (
+        "telemetry/report.py",
+        "html.escape(str(values['response']))",
+        "str(values['response'])",
+        f"{REPORT}::test_sampled_text_stays_text",
+    ),
+    (
+        "telemetry/report.py",
+        "reverse=True)",
+        "reverse=False)",
+        f"{REPORT}::test_the_best_and_the_worst_samples_of_the_last_file",
+    ),
+    (
+        "telemetry/report.py",
+        "if len(set(row)) > 1]",
+        "]",
+        f"{REPORT}::test_a_comparison_of_two_runs",
+    ),
+    (
+        "telemetry/gpus.py",
+        "with suppress(self._nvml.NVMLError):  # not supported",
+        "with suppress(KeyError):  # not supported",
+        f"{GPUS}::test_two_gpus",
+    ),
+    (
+        "telemetry/gpus.py",
+        "nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED",
+        "nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED",
+        f"{GPUS}::test_two_gpus",
+    ),
+    (
+        "launch/preflight.py",
+        "check_trackers(config.telemetry)",
+        "pass",
+        "unit/launch/test_preflight.py::test_trackers_are_checked_for_the_runs_that_use_them",
     ),
 ]

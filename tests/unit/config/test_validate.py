@@ -86,8 +86,6 @@ def test_torchrun_sets_the_world() -> None:
         ({"stage": "reward_model"}, {}, ["stage=reward_model", "rl or sft"]),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
-        ({"telemetry": {"tensorboard": True}}, {}, ["telemetry.tensorboard=true", "false"]),
-        ({"telemetry": {"wandb": "x"}}, {}, ["telemetry.wandb=x", "null"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
         ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),

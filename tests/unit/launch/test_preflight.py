@@ -110,3 +110,12 @@ def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
     assert not (tmp_path / "runs").exists()
     accepted = "task={system_prompt: Add., answer: tag}", "rollout.stop=['>']", "model.create.tokenizer=characters"
     assert main(["train", str(tmp_path / "c.yaml"), "--dry-run", *accepted]) == 0
+
+
+def test_trackers_are_checked_for_the_runs_that_use_them(task: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.telemetry.trackers.is_installed", lambda package: False)
+    config = made(task, telemetry={"tensorboard": True})
+    with pytest.raises(ValueError, match=re.escape("telemetry.tensorboard=true needs the package tensorboard")):
+        preflight(config, ALONE)
+    assert preflight(config, ALONE, command="eval"), "it has no metrics"
+    assert preflight(config, Env(rank=1, world_size=2), command="train"), "rank 0 writes"

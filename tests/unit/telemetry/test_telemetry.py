@@ -6,16 +6,19 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megarl.config.load import parse_config
+from megarl.data.collate import collate
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.telemetry.metrics import read_metrics, rollout_metrics, update_metrics
 from megarl.telemetry.progress import brief
 from megarl.telemetry.report import write_report
 from megarl.telemetry.timeline import Timeline
-from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, StepReport, UpdateReport
+from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, ScoredBatch, StepReport, UpdateReport
 
 # ARCHITECTURE section 7
 DOCUMENTED = """
@@ -61,9 +64,11 @@ def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> Non
         record(rolled(groups()), report, PublishReport(step + 1, 3, 100, 7, True, 0.25))
 
 
-def opened(folder: Path, start: int = 0) -> Telemetry | Silent:
-    facts = {"world_size": 2, "layout": "tp2"}
-    return open_telemetry(folder, rank=0, steps=4, start=start, interactive=False, facts=facts)
+def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Telemetry | Silent:
+    config = parse_config(
+        {"run": {"dir": str(folder.parent), "name": folder.name}, "train": {"steps": 4}, "telemetry": telemetry}
+    )
+    return open_telemetry(config, rank=rank, start=start, interactive=False, facts={"world_size": 2, "layout": "tp2"})
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -152,7 +157,7 @@ def test_resume_drops_the_steps_done_again_and_a_torn_line(tmp_path: Path) -> No
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = open_telemetry(tmp_path / "x", rank=1, steps=1, start=0, interactive=False, facts={})
+    silent = opened(tmp_path / "x", rank=1, tensorboard=True)
     run_step(silent, 0)
     silent.close()
     assert not (tmp_path / "x").exists()
@@ -196,7 +201,7 @@ def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "ask &lt;0&gt;" in page, "sampled text is text, not markup"
-    assert "data:image/png;base64," in page
+    assert page.count("<svg") >= 5
     assert "Held-out problems" in page
     assert not list(tmp_path.glob(".report*"))
 
@@ -218,3 +223,32 @@ def test_a_report_is_drawn_without_torch() -> None:
 
     code = "import megarl.telemetry.report, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_metric_reaches_the_trackers_at_its_step(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    telemetry = opened(tmp_path, tensorboard=True)
+    telemetry.evaluated(0, {"step": 0, "size": 8, "accuracy": 0.5})
+    for step in range(2):
+        run_step(telemetry, step, loss=float(step))
+    telemetry.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    for row in read_metrics(tmp_path / "metrics.jsonl"):
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+        for name, value in numbers.items():
+            assert events.Scalars(name)[row["step"]].step == row["step"]
+            assert events.Scalars(name)[row["step"]].value == pytest.approx(float(value))
+    assert {"loss", "time/step", "weights/verified", "memory/sync/peak_gb"} <= set(events.Tags()["scalars"])
+    assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(0, 0.5)]
+
+
+def test_samples_have_their_advantages(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path, rollouts={"max_samples": 3})
+    batch = collate(groups(), temperature=1.0)
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    scored = ScoredBatch(**fields, advantages=batch.mask * 2.0, old_logprobs=None, ref_logprobs=None, kl_coef=0.0)
+    with telemetry.step(0) as record:
+        record(rolled(groups()), StepReport((update(0.5),)), None, scored)
+    telemetry.close()
+    lines = (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["advantage"] for line in lines] == [2.0] * 3

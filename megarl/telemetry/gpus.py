@@ -1,0 +1,92 @@
+"""Memory, power, load, clocks, temperature and memory errors of GPUs, read through NVML by a thread.
+
+    NVML --each second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over the GPUs and the readings of a step
+
+A quantity that a GPU does not report is left out; so is everything if there is no GPU, driver or nvidia-ml-py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
+from threading import Event, Lock, Thread
+from typing import Any
+
+
+def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> GpuMonitor | None:
+    """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find them."""
+    if not uuids:
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        devices = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+    except pynvml.NVMLError:
+        return None
+    return GpuMonitor(pynvml, devices, interval_s)
+
+
+def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
+    """Reads each quantity of a device, in the unit that its name ends with; load is 0..1."""
+    slowed = (  # by heat or by the power supply; drawing the allowed power is no fault
+        nvml.nvmlClocksThrottleReasonHwSlowdown
+        | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+        | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    )
+    uncorrected, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    return {
+        "memory_gb": lambda device: nvml.nvmlDeviceGetMemoryInfo(device).used / 1e9,
+        "power_w": lambda device: nvml.nvmlDeviceGetPowerUsage(device) / 1e3,
+        "utilization": lambda device: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
+        "sm_clock_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),
+        "temperature_c": lambda device: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
+        "ecc_errors": lambda device: nvml.nvmlDeviceGetTotalEccErrors(device, uncorrected, since_boot),
+        "throttled": lambda device: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & slowed),
+    }
+
+
+class GpuMonitor:
+    """Reads all devices every `interval_s` in a thread, and whenever the readings are taken."""
+
+    def __init__(self, nvml: Any, devices: Sequence[Any], interval_s: float) -> None:
+        self._nvml, self._devices = nvml, devices
+        self._quantities = _quantities(nvml)
+        self._readings: dict[str, list[float]] = defaultdict(list)
+        self._lock, self._stopped = Lock(), Event()
+        self._thread = Thread(target=self._run, args=(interval_s,), name="gpus", daemon=True)
+        self._thread.start()
+
+    def take(self) -> dict[str, float]:
+        """Mean and maximum of each quantity since the last call."""
+        self._read()
+        with self._lock:
+            readings, self._readings = self._readings, defaultdict(list)
+        return {
+            f"gpu/{name}/{kind}": float(reduce(values))
+            for name, values in readings.items()
+            for kind, reduce in (("mean", fmean), ("max", max))
+        }
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
+
+    def _run(self, interval_s: float) -> None:
+        while not self._stopped.wait(interval_s):
+            self._read()
+
+    def _read(self) -> None:
+        with self._lock:
+            for device in self._devices:
+                for name, read in self._quantities.items():
+                    with suppress(self._nvml.NVMLError):  # not supported, or the GPU is lost
+                        self._readings[name].append(read(device))

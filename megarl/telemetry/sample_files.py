@@ -1,0 +1,88 @@
+"""Writes sampled text to rollouts/step_<n>.jsonl, one object per sample, in a bounded number of files.
+
+groups --choose_samples--> best, worst and random samples --> step_<n>.jsonl    the oldest files are removed
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megarl.config.schema import SampleFiles
+from megarl.platform.atomic import write_atomic
+from megarl.types import Group, Sample, ScoredBatch
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """The files in `folder`, oldest step first."""
+    return sorted(folder.glob("step_*.jsonl"), key=_step)
+
+
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
+
+
+def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[int]:
+    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter the lowest.
+
+    The rest is random. The choice depends only on the rewards and the seed; ties are broken at random.
+    """
+    random = Random(seed)
+    order = random.sample(range(len(samples)), len(samples))
+    if len(samples) > count:
+        order.sort(key=lambda index: samples[index].reward or 0.0)  # stable
+        best = -(-count // 4)
+        worst = min(best, count - best)
+        middle = order[worst : len(order) - best]
+        order = order[:worst] + order[len(order) - best :] + random.sample(middle, count - best - worst)
+    return sorted(order)
+
+
+class SampleWriter:
+    """Writes the files of a run. A resumed run removes those of the steps that it repeats."""
+
+    def __init__(self, folder: Path, settings: SampleFiles, *, seed: int, start: int) -> None:
+        self._folder, self._settings, self._seed = folder, settings, seed
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sample_files(folder):
+            if _step(file) >= start:
+                file.unlink()
+
+    def write(self, step: int, groups: Sequence[Group], scored: ScoredBatch | None) -> None:
+        """Row i of `scored` is sample i of the groups, as `collate` orders them."""
+        if not groups or not self._settings.every or step % self._settings.every:
+            return
+        rows = [(group, sample) for group in groups for sample in group.samples]
+        chosen = choose_samples([sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}")
+        lines = [_line(*rows[row]) | ({} if scored is None else _advantage(scored, row)) for row in chosen]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        # a tokenizer or a data set may produce lone surrogates, which UTF-8 lacks
+        write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode("utf-8", errors="replace"))
+        for file in sample_files(self._folder)[: -self._settings.keep]:
+            file.unlink()
+
+
+def _line(group: Group, sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt_id": sample.prompt_id,
+        "index": sample.index,
+        "prompt": group.prompt.text,
+        "response": sample.text,
+        "answer": group.prompt.answer,
+        "reward": sample.reward,
+        "rewards": dict(sample.rewards),
+        **({"steps": sample.step_rewards} if sample.step_rewards else {}),
+        "length": int(sample.trainable.sum()),
+        "truncated": sample.finish == "length",
+        "finish": sample.finish,
+    }
+
+
+def _advantage(scored: ScoredBatch, row: int) -> dict[str, float | None]:
+    """The mean advantage of the row's trained tokens; None if none is trained."""
+    span = slice(*scored.cu_seqlens[row : row + 2].tolist())
+    trained = scored.advantages[span][scored.mask[span]]
+    return {"advantage": float(trained.mean()) if trained.numel() else None}

@@ -1,0 +1,174 @@
+"""Sends every numeric metric to TensorBoard and Weights & Biases, where they are configured.
+
+    Telemetry --log--> Trackers -+-> TensorBoard   event files in the run directory
+                                 '-> WandB         a run online, or files for `wandb sync`
+
+metrics.jsonl stays the record of a run: a tracker that fails is dropped with a warning, and training continues.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.config.load import run_dir
+from megarl.config.schema import Config, Telemetry
+from megarl.platform.atomic import write_atomic
+from megarl.platform.env import get_env, is_installed
+from megarl.telemetry.metrics import read_metrics
+
+UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
+
+
+class Tracker(Protocol):
+    """Receives the metrics of each step. A step without `is_complete` is completed by a later call."""
+
+    def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_trackers(telemetry: Telemetry) -> None:
+    """Raises ValueError if the package of a tracker is missing, or a login to Weights & Biases."""
+    for name, module in (("tensorboard", "tensorboard.summary"), ("wandb", "wandb.sdk")):
+        value = getattr(telemetry, name)
+        if value and not is_installed(module):
+            raise ValueError(
+                f"telemetry.{name}={str(value).lower() if value is True else value} needs the package {name}, which is "
+                f"not installed; run pip install {name}"
+            )
+    if telemetry.wandb:
+        import wandb
+
+        try:
+            mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
+            has_login = mode in ("offline", "dryrun", "disabled") or wandb.login(verify=False, prompt=False)
+        except (wandb.Error, ValueError) as error:  # of the key or of a WANDB_ variable
+            raise ValueError(f"telemetry.wandb={telemetry.wandb}: {error}; correct it, or WANDB_MODE=offline") from None
+        if not has_login:
+            raise ValueError(
+                f"telemetry.wandb={telemetry.wandb}, but there is no login for Weights & Biases; run wandb login, set "
+                "WANDB_API_KEY, or record without a network by WANDB_MODE=offline"
+            )
+
+
+class Trackers:
+    """The configured trackers of a run that starts at step `start`."""
+
+    def __init__(self, config: Config, *, start: int) -> None:
+        folder, telemetry = run_dir(config), config.telemetry
+        makers: dict[str, Callable[[], Tracker]] = {}
+        if telemetry.tensorboard:
+            makers["TensorBoard"] = partial(TensorBoard, folder, start=start)
+        if telemetry.wandb:
+            values = config.model_dump(mode="json")
+            makers["Weights & Biases"] = partial(WandB, telemetry.wandb, folder, values, start=start)
+        self._running: dict[str, Tracker] = {}
+        for name, make in makers.items():
+            with self._dropped_on_failure(name):
+                self._running[name] = make()
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
+        """Passes on the finite numbers; booleans are 0 and 1."""
+        numbers = _numbers(metrics)
+        for name, tracker in list(self._running.items()):
+            with self._dropped_on_failure(name):
+                tracker.log(step, numbers, is_complete=is_complete)
+
+    def close(self) -> None:
+        for name, tracker in list(self._running.items()):
+            with self._dropped_on_failure(name):
+                tracker.close()
+
+    @contextmanager
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever a tracker raises, training continues)
+            self._running.pop(name, None)
+            _warn(f"{name} failed and receives nothing more: {error!r}; metrics.jsonl is complete")
+
+
+class TensorBoard:
+    """Readers drop the steps from `start` on that an earlier run of the folder wrote."""
+
+    def __init__(self, folder: Path, *, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=start)
+
+    def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # otherwise a run that is killed loses steps that its checkpoint does not repeat
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run resumes under the id in the run directory.
+
+    Online, W&B keeps the first values of repeated steps. Offline, it cannot append, so the files of a resumed run
+    contain the earlier steps as well.
+    """
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], *, start: int) -> None:
+        import wandb
+
+        init = partial(
+            wandb.init,
+            project=project,
+            id=_run_id(folder, start),
+            name=folder.name,
+            resume="allow",
+            dir=get_env("WANDB_DIR", str(folder)),
+            config=dict(config),
+            allow_val_change=True,
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True),
+        )
+        try:
+            self._run = init()
+        except wandb.Error as error:
+            wandb.teardown()  # its service still reserves the id
+            self._run = init(mode="offline")
+            _warn(f"Weights & Biases cannot be reached, so its run is recorded offline: {error}")
+        upload = f"upload it with: wandb sync {Path(self._run.dir).parent}"
+        print(f"Weights & Biases run: {upload if self._run.offline else self._run.url}", flush=True)
+        if self._run.offline:
+            results = {row["step"]: row for row in read_metrics(folder / "eval.jsonl")}
+            for row in read_metrics(folder / "metrics.jsonl"):
+                if row["step"] < start:
+                    named = {f"eval/{name}": value for name, value in results.get(row["step"], {}).items()}
+                    self.log(row["step"], _numbers(row | named), is_complete=True)
+
+    def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
+        self._run.log(dict(metrics), step=step, commit=is_complete)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))  # called while an exception ends the run
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name not in ("step", "eval/step") and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _run_id(folder: Path, start: int) -> str:
+    """Returns the id in the folder; a run from the start gets a new one, since W&B ignores steps that go back."""
+    file = folder / "wandb_run_id"
+    if not start or not file.is_file():
+        write_atomic(file, f"{folder.name[:48]}-{secrets.token_hex(4)}")
+    return file.read_text(encoding="utf-8")
+
+
+def _warn(message: str) -> None:
+    print(f"megarl: warning: {' '.join(message.split())}", flush=True)

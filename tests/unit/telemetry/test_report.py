@@ -1,0 +1,131 @@
+"""What the pages show, that sampled text stays text, and that they load nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.telemetry.curves import COLOURS
+from megarl.telemetry.report import write_comparison, write_report
+
+HOSTILE = """</pre></article><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)><!-- --><style>
+*{display:none}</style><iframe srcdoc="<b>"></iframe> ' " & &lt;b&gt; \x00 \u2028 $x^2$ ]]> <a href="javascript:0">"""
+MARK = "hostile"
+
+
+class Page(HTMLParser):
+    """Counts elements, attributes that name a resource or a handler, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def write_run(folder: Path, *, steps: int = 6, text: str = "said", config: str = "train: {lr: 1.0e-6}\n") -> Path:
+    (folder / "rollouts").mkdir(parents=True)
+    rows = [
+        {"step": step, "reward/mean": 0.1 * step, "kl/ref": 0.01, "time/step": 1.0, "length/mean": 5.0, "layout": "1"}
+        | {"world_size": 1, "reward/accuracy/mean": 0.1, f"reward/{text}/mean": 0.2, "logprob_diff/max": 0.0}
+        for step in range(steps)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.25}\n{"step": 4, "accuracy": 0.5}\n')
+    (folder / "config.yaml").write_text(config)
+    for step in (steps - 2, steps - 1):
+        lines = [sample(i, f"{text} {step}/{i}.") for i in (3, 0, 11, 7, 1, 2, 5, 4, 9, 6, 10, 8)]
+        written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(written)
+    return folder
+
+
+def sample(index: int, text: str) -> dict[str, Any]:
+    values = {"prompt": text, "response": text, "answer": text, "reward": index / 10, "rewards": {text: 0.5}}
+    return values | {"length": index, "truncated": index == 11, "finish": "stop", "advantage": 0.25 if index else None}
+
+
+def test_the_best_and_the_worst_samples_of_the_last_file(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "a")).read_text()
+    best, worst = page.index("Best samples of step 5"), page.index("Worst samples of step 5")
+    shown = [int(index) for index in re.findall(r"<pre>said 5/(\d+)\.</pre>", page)]
+    assert shown == [11, 10, 9, 8, 0, 1, 2, 3]
+    assert best < page.index("said 5/8.") < worst < page.index("said 5/0.")
+    assert "reward 1.1</b>" in page and "said 5/11. 0.5 · advantage +0.25 · 11 tokens · truncated" in page
+    assert "reward by component" in page and "accuracy, held-out problems" in page
+
+
+def test_sampled_text_stays_text(tmp_path: Path) -> None:
+    harmless = Page(write_report(write_run(tmp_path / "a", text=MARK)).read_text())
+    hostile_run = write_run(tmp_path / "b", text=HOSTILE, config=f"task: {json.dumps({'name': HOSTILE})}\n")
+    source = write_report(hostile_run).read_text()
+    hostile = Page(source)
+    assert hostile.tags == harmless.tags, "no element comes from a response"
+    assert [name for name, _ in hostile.attributes] == [name for name, _ in harmless.attributes]
+    assert "script" not in hostile.tags and not any(name.startswith("on") for name, _ in hostile.attributes)
+    assert "".join(hostile.text).count("<script>alert(1)</script>") >= 3 * 8
+    other = write_run(tmp_path / "c", text=HOSTILE)
+    compared = Page(write_comparison([hostile_run, other]).read_text())
+    assert "script" not in compared.tags and "iframe" not in compared.tags
+
+
+def test_a_page_loads_nothing(tmp_path: Path) -> None:
+    source = write_report(write_run(tmp_path / "a")).read_text()
+    page = Page(source)
+    loads = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
+    assert all(value is not None and value.startswith("#") for value in loads), loads
+    assert not re.search(r"url\((?!#)|@import", source)
+    assert "default-src 'none'" in source
+
+
+def test_dark_light_and_narrow(tmp_path: Path) -> None:
+    source = write_report(write_run(tmp_path / "a")).read_text()
+    assert "prefers-color-scheme:dark" in source and "width=device-width" in source
+    svg = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
+    used = set(re.findall(r"var\(--(\w+)\)", svg))
+    assert {"ink", "faint", "grid", "blue"} <= used <= COLOURS.keys()
+    assert not re.findall(r"#[0-9a-f]{6}\b", svg), "a colour that does not follow the page"
+
+
+def test_a_comparison_of_two_runs(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", config="run: {name: first}\ntrain: {lr: 1.0e-6, steps: 4}\nkl: {coef: 0.1}\n")
+    second = write_run(tmp_path / "second", steps=3, config="run: {name: second}\ntrain: {lr: 2.0e-6, steps: 4}\n")
+    file = write_comparison([first, second])
+    assert file == tmp_path / "compare.html"
+    source = file.read_text()
+    for title in ("reward", "accuracy, held-out problems", "KL from the reference", "seconds per step"):
+        assert f"{title}</text>" in source
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", source)
+    assert rows == [("train.lr", "1e-06", "2e-06"), ("kl.coef", "0.1", "-")]
+    colours = re.findall(r"border-color:var\(--(\w+)\)'></i>(\w+) <small>(\d) steps", source)
+    assert colours == [("blue", "first", "6"), ("orange", "second", "3")]
+    reward = next(text for text in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if ">reward</text>" in text)
+    assert {"var(--blue)", "var(--orange)"} <= set(re.findall(r"stroke: (var\(--\w+\))", reward))
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / folder / "same") for folder in "ab"]
+    assert f"{tmp_path}/b/same" in write_comparison(runs).read_text()
+
+
+def test_a_comparison_needs_two_runs_with_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    for folders in ([run], [run, run]):
+        with pytest.raises(ValueError, match="pass at least two runs, each once"):
+            write_comparison(folders)
+    with pytest.raises(FileNotFoundError, match="no finished step"):
+        write_comparison([run, tmp_path / "b"])
