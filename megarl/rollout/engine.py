@@ -91,6 +91,8 @@ class Engine:
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
                 enforce_eager=eager,
+                # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
+                enable_chunked_prefill=False if on_cpu else None,
                 enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sample as requested, not as the model's generation_config.json suggests

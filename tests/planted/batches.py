@@ -289,4 +289,10 @@ BATCHES = [
         'answer="auto"',
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
+    (
+        "rollout/engine.py",
+        "enable_chunked_prefill=False if on_cpu else None",
+        "enable_chunked_prefill=None",
+        f"{LOOP}::test_a_stop_text_ends_responses",
+    ),
 ]
