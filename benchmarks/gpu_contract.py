@@ -1,6 +1,6 @@
 """Compares megarl's weight tables with the real GPU packages, without a GPU: every family, names, counts and dtypes.
 
-    python -m benchmarks.gpu_contract [trainer|engine] [CASE ...]      both sides and every case by default; 15 minutes
+    python -m benchmarks.gpu_contract [trainer|engine] [CASE ...]      both sides and every case by default; 2 minutes
 
 trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2 pp2 (ep2): each stage's parameters
           against the table of the spec "te", and sharded_state_dict.
@@ -14,6 +14,7 @@ Large models keep their widths and lose layers. It needs gcc and, in Python 3.12
         transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 onnxscript nvdlfw-inspect
     gpu/bin/pip install -e . && gpu/bin/python -m benchmarks.gpu_contract
 
+For the other Megatron-Core that is pinned, unpack its wheel and name the folder in PYTHONPATH.
 Exits with 1 if anything differs. A full run writes benchmarks/results/gpu_contract.txt.
 """
 
@@ -243,7 +244,8 @@ def main() -> int:
             outputs.append(done.stdout)
             codes.append(done.returncode)
     if not args.side:
-        header = f"$ python -m benchmarks.gpu_contract\nversions  Python {sys.version.split()[0]}, {versions()}\n\n"
+        header = f"$ python -m benchmarks.gpu_contract\ndate      {time.strftime('%Y-%m-%d', time.gmtime())}\n"
+        header += f"versions  Python {sys.version.split()[0]}, {versions()}\n\n"
         RESULTS.write_text(header + "".join(outputs))
     return 1 if any(codes) else 0
 
