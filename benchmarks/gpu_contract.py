@@ -1,6 +1,6 @@
 """Compares megarl's weight tables with the real GPU packages, without a GPU: every family, names, counts and dtypes.
 
-    python -m benchmarks.gpu_contract [trainer|engine] [CASE ...]      both sides and every case by default; 15 minutes
+    python -m benchmarks.gpu_contract [trainer|engine] [CASE ...]      both sides and every case by default; 2 minutes
 
 trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2 pp2 (ep2): each stage's parameters
           against the table of the spec "te", and sharded_state_dict.
@@ -14,6 +14,7 @@ Large models keep their widths and lose layers. It needs gcc and, in Python 3.12
         transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 onnxscript nvdlfw-inspect
     gpu/bin/pip install -e . && gpu/bin/python -m benchmarks.gpu_contract
 
+With --megatron DIR, the unpacked wheel of another Megatron-Core, the trainer is built with that one too.
 Exits with 1 if anything differs. A full run writes benchmarks/results/gpu_contract.txt.
 """
 
@@ -198,6 +199,9 @@ def run_side(side: str, cases: Iterable[str]) -> int:
         gpu_stubs.pretend_h100("meta")
         gpu_stubs.stub_transformer_engine()
         gpu_stubs.stub_random_states()
+        import megatron.core
+
+        print(f"trainer  on megatron-core {megatron.core.__version__}")
     else:
         gpu_stubs.pretend_h100(0)
         gpu_stubs.fake_vllm_platform()
@@ -227,23 +231,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("side", nargs="?", choices=["trainer", "engine"])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*LARGE, *SMALL])}")
+    parser.add_argument("--megatron", metavar="DIR", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
     if unknown := sorted(set(args.cases) - {*LARGE, *SMALL}):
         parser.error(f"no such case: {', '.join(unknown)}")
     if args.here:
         return min(1, run_side(args.side, args.cases or [*SMALL, *LARGE]))
+    runs: list[tuple[str, Path | None]] = [
+        (side, None) for side in ([args.side] if args.side else ["trainer", "engine"])
+    ]
+    if args.megatron and args.side != "engine":
+        runs.append(("trainer", args.megatron.resolve()))
     outputs, codes = [], []
     with tempfile.TemporaryDirectory() as folder:
         gpu_stubs.build_driver(Path(folder))
-        for side in [args.side] if args.side else ["trainer", "engine"]:
+        for side, packages in runs:
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_contract", side, *args.cases, "--here"]
-            done = subprocess.run(command, env=gpu_stubs.environment(Path(folder)), stdout=subprocess.PIPE, text=True)
+            environment = gpu_stubs.environment(Path(folder), packages)
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
             print(done.stdout, end="", flush=True)
             outputs.append(done.stdout)
             codes.append(done.returncode)
     if not args.side:
-        header = f"$ python -m benchmarks.gpu_contract\nversions  Python {sys.version.split()[0]}, {versions()}\n\n"
+        option = " --megatron DIR" if args.megatron else ""
+        header = f"$ python -m benchmarks.gpu_contract{option}\ndate      {time.strftime('%Y-%m-%d', time.gmtime())}\n"
+        header += f"versions  Python {sys.version.split()[0]}, {versions()}\n\n"
         RESULTS.write_text(header + "".join(outputs))
     return 1 if any(codes) else 0
 

@@ -44,11 +44,13 @@ def build_driver(folder: Path) -> None:
     subprocess.run(command, input=source, text=True, check=True)
 
 
-def environment(driver: Path) -> dict[str, str]:
-    """The environment of a process that imports the GPU packages; `driver` is build_driver's folder."""
-    libraries = ":".join(filter(None, (str(driver), os.environ.get("LD_LIBRARY_PATH"))))
-    return os.environ | {
-        "LD_LIBRARY_PATH": libraries,
+def environment(driver: Path, packages: Path | None = None) -> dict[str, str]:
+    """Of a process that imports the GPU packages, those in `packages` first; `driver` is build_driver's folder."""
+    first = {"LD_LIBRARY_PATH": driver, "PYTHONPATH": packages}
+    paths = {name: ":".join(map(str, filter(None, (x, os.environ.get(name))))) for name, x in first.items()}
+    return {
+        **os.environ,
+        **paths,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",

@@ -144,6 +144,8 @@ class _File:
         for statements in nested:
             self._body(statements, types, values)
         for handler in getattr(node, "handlers", ()):
+            if handler.type:
+                self._expression(handler.type, types, values)
             self._body(handler.body, types, values)
 
     def _element(self, loop: ast.For | ast.comprehension, types: dict[str, str]) -> None:

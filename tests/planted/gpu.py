@@ -50,11 +50,5 @@ GPU = [
         "torch.tensor([prod(shape) for shape in self.shapes.values()])",
         DEVICES,
     ),
-    (
-        "weights/execute.py",
-        'torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)',
-        'torch.zeros(0, dtype=torch.int64, device="cpu"))',
-        DEVICES,
-    ),
     ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
 ]
