@@ -167,7 +167,7 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     from megarl.config.load import load_config, run_dir
-    from megarl.launch.preflight import describe, preflight
+    from megarl.launch.preflight import describe, pin_datasets, preflight
 
     env = Env.read()
     config = load_config(path, overrides)
@@ -175,6 +175,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         name = f"{config.run.name}-{command}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:
+        config = pin_datasets(config)
         job = preflight(config, env, command=command)
         if not dry_run:
             try:

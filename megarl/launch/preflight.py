@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job, check_config
-from megarl.data.tasks import check_task
+from megarl.data.hf_dataset import pin
+from megarl.data.tasks import check_tasks
 from megarl.platform.env import Env
 from megarl.rewards.catalog import make_rewards
 
@@ -16,10 +19,20 @@ from megarl.rewards.catalog import make_rewards
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
-    check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
+    is_evaluated = command == "eval" or (config.stage == "rl" and config.eval.every > 0)
+    notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
     if config.stage == "rl" or command in ("eval", "parity"):
         make_rewards(config.rewards)
-    return job
+    return replace(job, warnings=job.warnings + notes)
+
+
+def pin_datasets(config: Config) -> Config:
+    """Downloads datasets of the hub, and sets their `revision` to the commit, which the run's config.yaml records."""
+    task, evaluated = config.task, config.eval
+    parts = [part.model_copy(update={"options": pin(part.name, part.options)}) for part in task.mixture]
+    sets = [part.model_copy(update={"options": pin(part.task, part.options)}) for part in evaluated.sets]
+    task = task.model_copy(update={"options": pin(task.name, task.options), "mixture": tuple(parts)})
+    return config.model_copy(update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})})
 
 
 def describe(config: Config, job: Job) -> str:
