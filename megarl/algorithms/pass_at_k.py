@@ -45,4 +45,4 @@ def mean_interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     size = n if of_one == 0 else n * samples if spread == 0 else min(max(n * of_one / spread, n), n * samples)
     centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))  # within bounds after rounding

@@ -10,6 +10,7 @@ prepared last. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,6 +25,7 @@ from megarl.platform.env import is_installed
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of a single file
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # the first that exists, if none is configured
+EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")  # as datasets reports no rows
 BATCH = 1000  # rows read at once in a scan
 Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
@@ -126,8 +128,6 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
 def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset = _read(name, options, split)
-    if not len(dataset):
-        raise ValueError(f"task.name=hf:{name} has no rows in split {split}; choose another with task.options.split")
     columns = dataset.column_names
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     prompt = prompt or [column for column in QUESTION_COLUMNS if column in columns][:1]
@@ -181,8 +181,10 @@ def _explain_reading(error: Exception, name: str, options: DatasetOptions, split
     known = listed[1].replace("'", "") if listed else "none"
     if "BuilderConfig" in cause or "Config name is missing" in cause:
         return f"task.options.config={options.config} is not a subset of hf:{name}; choose from: {known}"
+    key = "split" if split == options.split else "eval_split"
+    if any(text in cause for text in EMPTY):
+        return f"task.name=hf:{name} has no rows in split {split}; correct its files, or task.options.{key}"
     if "Unknown split" in cause:
-        key = "split" if split == options.split else "eval_split"
         return f"task.options.{key}={split} is not a split of hf:{name}; choose from: {known}"
     return f"task.name=hf:{name} cannot be read ({cause}); correct its files, or task.options"
 
@@ -200,7 +202,10 @@ def resolve(name: str, options: DatasetOptions) -> Path:
         raise FileNotFoundError(f"task.name=hf:{name} does not exist; name a file, a folder or a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] (httpx's or httpx2's)
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     patterns = [options.data_files, "README.md"] if options.data_files else None
     try:
         return Path(snapshot_download(name, repo_type="dataset", revision=options.revision, allow_patterns=patterns))

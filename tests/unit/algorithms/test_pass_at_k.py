@@ -54,7 +54,9 @@ def test_rewards_outside_of_0_to_1_get_the_normal_interval() -> None:
 
 def independent(scores: list[float], samples: int) -> tuple[float, float]:
     """The wrong interval: as if all samples were independent."""
-    return mean_interval([float(index < fmean(scores) * len(scores) * samples) for index in range(len(scores) * samples)], 1)
+    return mean_interval(
+        [float(index < fmean(scores) * len(scores) * samples) for index in range(len(scores) * samples)], 1
+    )
 
 
 def coverage(interval: Interval, *, problems: int, samples: int, k: int, a: float, b: float) -> float:

@@ -75,5 +75,5 @@ def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() ->
     header, *rows = said[0].splitlines()
     assert header.split() == ["step", "0", "value", "95%", "interval", "problems"]
     assert [row.split()[0] for row in rows] == ["accuracy", "aime/mean@4", "aime/pass@2", "aime/pass@4"]
-    assert rows[1].split()[1:] == ["0.375", "LOW", "..", "HIGH", "4"]
+    assert rows[1].split()[1:] == ["0.375", "0.145", "..", "0.680", "4"]
     assert describe(result) == said[0]
