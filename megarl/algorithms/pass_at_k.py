@@ -25,8 +25,8 @@ def ks_of(samples: int) -> list[int]:
     return [2**power for power in range(1, samples.bit_length()) if 2**power < samples] + [samples] * (samples > 1)
 
 
-def mean_interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
-    """The 95% interval of the mean score over problems like these; each score is that of one problem, in 0..1.
+def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
+    """The 95% interval of the mean score over problems like these, from each problem's score over `samples` samples.
 
     Wilson's interval, with the effective number of independent samples in place of their number (Franco et al.,
     "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7,
@@ -34,11 +34,11 @@ def mean_interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     problems do not differ. Unlike the normal interval (arXiv 2411.00640), it stays within 0..1 and does not shrink to a
     point when every score is 0 or 1. With one sample per problem, it is Wilson's interval.
 
-    Scores outside 0..1, such as rewards, get the normal interval.
+    That holds for samples that are right or wrong. `samples` None: scores are rewards, and get the normal interval.
     """
     n, mean = len(scores), fmean(scores)
     spread = variance(scores) if n > 1 else 0.0
-    if not all(0 <= score <= 1 for score in scores):
+    if samples is None:
         half = Z_95 * math.sqrt(spread / n)
         return mean - half, mean + half
     of_one = mean * (1 - mean)  # variance of a single independent sample

@@ -82,7 +82,7 @@ class Rows:
         question = self._question(index, [row[column] for column in self.prompt])
         answer = None if scan and not self.pattern else reduce(_field, self.answer, row) if self.answer else None
         if self.pattern is not None:
-            matches = [match[1] for match in re.finditer(self.pattern, str(answer))]
+            matches = [] if answer is None else [match[1] for match in re.finditer(self.pattern, str(answer))]
             if not matches:
                 raise ValueError(
                     f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does not match the answer "
@@ -131,18 +131,22 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
     columns = dataset.column_names
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     prompt = prompt or [column for column in QUESTION_COLUMNS if column in columns][:1]
-    answer = (options.answer or ("answer" if "answer" in columns else "")).split(".")
-    for key, names in (("prompt", prompt or [""]), ("answer", [".".join(answer)] if answer[0] else [])):
-        for column in names:
-            if not _exists(dataset.features, column.split(".") if key == "answer" else [column]):
-                missing = f"no column {column!r}" if column else f"none of the columns {', '.join(QUESTION_COLUMNS)}"
-                raise ValueError(
-                    f"task.name=hf:{name} has {missing}; set task.options.{key} to one of: {', '.join(columns)}"
-                )
-    pattern = options.answer_pattern
-    if pattern and not answer[0]:
-        raise ValueError(f"task.options.answer_pattern={pattern!r} has no answer column; set task.options.answer")
-    return Rows(f"hf:{name}", dataset, tuple(prompt), tuple(answer) if answer[0] else (), pattern)
+    if not prompt:
+        raise ValueError(
+            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_COLUMNS)}; set task.options.prompt to "
+            f"one of: {', '.join(columns)}"
+        )
+    answer = options.answer or ("answer" if "answer" in columns else "")
+    path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
+    for key, column in (("answer", path), *(("prompt", (column,)) for column in prompt)):
+        if not _exists(dataset.features, column):
+            known = ", ".join(columns)
+            raise ValueError(
+                f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; choose from: {known}"
+            )
+    if options.answer_pattern and not path:
+        raise ValueError(f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it")
+    return Rows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
 
 
 def _exists(features: Any, path: Sequence[str]) -> bool:
@@ -180,7 +184,7 @@ def _explain_reading(error: Exception, name: str, options: DatasetOptions, split
     listed = re.search(r"\[(.*?)\]", cause)
     known = listed[1].replace("'", "") if listed else "none"
     if "BuilderConfig" in cause or "Config name is missing" in cause:
-        return f"task.options.config={options.config} is not a subset of hf:{name}; choose from: {known}"
+        return f"task.options.config={options.config} does not name a subset of hf:{name}; choose from: {known}"
     key = "split" if split == options.split else "eval_split"
     if any(text in cause for text in EMPTY):
         return f"task.name=hf:{name} has no rows in split {split}; correct its files, or task.options.{key}"
@@ -194,7 +198,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     if not is_installed("datasets"):
         raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'megarl[hf]'")
     local = Path(name).expanduser()
-    if local.exists():
+    if _is_local(name):
         if options.revision is not None:
             raise ValueError(f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it")
         return local
@@ -206,17 +210,22 @@ def resolve(name: str, options: DatasetOptions) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    patterns = [options.data_files, "README.md"] if options.data_files else None
     try:
-        return Path(snapshot_download(name, repo_type="dataset", revision=options.revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, repo_type="dataset", revision=options.revision, allow_patterns=options.data_files)
+        )
     except (OSError, HTTPError, ValueError) as error:
         raise ValueError(_explain(error, name, options.revision)) from error
+
+
+def _is_local(name: str) -> bool:
+    return bool(name) and Path(name).expanduser().exists()
 
 
 def pin(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a task with the commit of its hub id, if it has one; downloads it. Raises ValueError."""
     kind, _, rest = (name or "").partition(":")
-    if kind != "hf" or Path(rest).expanduser().exists():
+    if kind != "hf" or _is_local(rest):
         return dict(options)
     return {**options, "revision": resolve(rest, parse_options(rest, options)).name}
 

@@ -87,13 +87,14 @@ class Evaluation:
         scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
         for sample in self.generate(requests, version=step):
             scores[sample.prompt_id].append(correctness(sample))
-        metrics = {part.metric: [fmean(values) for values in scores.values()]}
+        is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
+        metrics = {part.metric: ([fmean(values) for values in scores.values()], part.samples if is_binary else None)}
         for k in ks_of(part.samples):
             passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
-            metrics[f"{part.prefix}pass@{k}"] = passed
+            metrics[f"{part.prefix}pass@{k}"] = (passed, part.samples)
         result: dict[str, float] = {f"{part.prefix}size": len(prompts)}
-        for name, values in metrics.items():
-            low, high = mean_interval(values, part.samples)
+        for name, (values, samples) in metrics.items():
+            low, high = mean_interval(values, samples)
             result |= {name: fmean(values), f"{name}/low": low, f"{name}/high": high}
         return result
 

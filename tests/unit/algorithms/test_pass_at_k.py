@@ -48,8 +48,8 @@ def test_intervals_stay_within_0_and_1_and_never_shrink_to_a_point() -> None:
     assert mean_interval([0.25], 1)[1] > 0.7
 
 
-def test_rewards_outside_of_0_to_1_get_the_normal_interval() -> None:
-    assert mean_interval([-1.0, 3.0, 1.0], 1) == pytest.approx((1 - 2.2632, 1 + 2.2632), abs=1e-3)
+def test_rewards_get_the_normal_interval() -> None:
+    assert mean_interval([-1.0, 3.0, 1.0], None) == pytest.approx((1 - 2.2632, 1 + 2.2632), abs=1e-3)
 
 
 def independent(scores: list[float], samples: int) -> tuple[float, float]:

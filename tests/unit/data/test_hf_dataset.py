@@ -185,9 +185,9 @@ BAD: dict[str, bytes] = {
         (
             "good.jsonl",
             {"prompt": "problem"},
-            "no column 'problem'; set task.options.prompt to one of: question, answer",
+            "task.options.prompt=problem is not a column of hf:",
         ),
-        ("good.jsonl", {"answer": "solution.text"}, "no column 'solution.text'; set task.options.answer to one of"),
+        ("good.jsonl", {"answer": "a.b"}, "good.jsonl; choose from: question, answer"),
         ("text.jsonl", {}, "none of the columns prompt, question, problem, messages; set task.options.prompt"),
         ("null.jsonl", {}, "null.jsonl split train row 7: the prompt must be text"),
         ("number.jsonl", {}, "split train row 0: the prompt must be text"),
@@ -201,7 +201,7 @@ BAD: dict[str, bytes] = {
             {"answer_pattern": "#### (.*)"},
             "row 0: task.options.answer_pattern='#### (.*)' does not match",
         ),
-        ("text.jsonl", {"prompt": "text", "answer_pattern": "(.*)"}, "has no answer column; set task.options.answer"),
+        ("text.jsonl", {"prompt": "text", "answer_pattern": "(.*)"}, "needs task.options.answer; set it"),
         ("good.jsonl", {"revision": "main"}, "task.options.revision=main is for hub ids"),
     ],
 )
@@ -280,6 +280,7 @@ def hub() -> Iterator[Hub]:
 
 
 def dry_runs(hub: Hub, folder: Path, *overrides: list[str], **variables: str) -> list[tuple[int, str, str]]:
+    folder.mkdir(exist_ok=True)
     (folder / "c.yaml").write_text(CONFIG.replace("RUNS", str(folder / "runs")))
     commands = [["train", "c.yaml", "--dry-run", *more] for more in overrides]
     env = hub.env(folder / "home", **variables)
@@ -298,6 +299,13 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(hub: Hub,
     assert "eval.size=256, but there are 10 problems" in err
     assert "few has size=256, but there are 3 problems" in err
     before = len(hub.requests)
+    [(code_of_few, _, err_of_few)] = dry_runs(
+        hub, tmp_path / "few", ["task.options={data_files: few/*.jsonl, held_out: 0.5}", "eval={size: 1, every: 1}"]
+    )
+    fetched = {path.rpartition("/")[2] for path in (path for _, path in hub.requests[before:]) if "/resolve/" in path}
+    assert code_of_few == 0, err_of_few
+    assert fetched == {"train.jsonl"}
+    before = len(hub.requests)
     again = dry_runs(hub, tmp_path, ["task.options.revision=v1"], HF_HUB_OFFLINE="1")
     assert again == [[code, out, err]] and len(hub.requests) == before
 
@@ -311,7 +319,7 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
         "task.name=hf:org/code": "cannot be read",
         "task.name=hf:no such": "the download failed",
         "task.options.revision=v9": "task.options.revision=v9 does not exist in hf:org/sums; choose a branch, tag or",
-        "task.options.config=more": "task.options.config=more is not a subset of hf:org/sums; choose from: many, few",
+        "task.options.config=more": "task.options.config=more does not name a subset of hf:org/sums; choose from: many",
         "task.options.split=dev": "task.options.split=dev is not a split of hf:org/sums; choose from: train, test",
     }
     for (override, says), (code, out, err) in zip(
