@@ -65,8 +65,13 @@ def test_objectives_differ(runs: Path) -> None:
 
 
 def test_one_rank_by_the_command_line_says_the_same(runs: Path) -> None:
-    done = train(runs, "tiny_dense", "run.name=one", "train.steps=2")
+    evaluated = ["eval={every: 2, size: 4, sets: [{name: few, size: 3, samples: 2}]}"]
+    done = train(runs, "tiny_dense", "run.name=one", "train.steps=2", *evaluated)
     assert done.returncode == 0, done.stderr
+    evaluations = [json.loads(line) for line in (runs / "one" / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 2]
+    assert (evaluations[1]["size"], evaluations[1]["few/size"]) == (4, 3)
+    assert evaluations[1]["few/mean@2/low"] < evaluations[1]["few/mean@2"] < evaluations[1]["few/mean@2/high"]
     one, four = rows(runs / "one"), rows(runs / "tiny_dense-dp4")
     assert one[0]["rollout/digest"] == four[0]["rollout/digest"]
     assert one[0]["loss"] == pytest.approx(four[0]["loss"], rel=1e-5)
