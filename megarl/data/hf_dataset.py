@@ -196,7 +196,7 @@ def _explain_reading(error: Exception, name: str, options: DatasetOptions, split
 def resolve(name: str, options: DatasetOptions) -> Path:
     """Returns the local file or folder, or downloads a hub id; returns its folder, named by the commit."""
     if not is_installed("datasets"):
-        raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'megarl[hf]'")
+        raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'")
     local = Path(name).expanduser()
     if _is_local(name):
         if options.revision is not None:

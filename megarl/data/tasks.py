@@ -70,6 +70,7 @@ class Source:
 def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
     """Loads a task, or every part of a mixture; `eval_tasks` are other tasks whose stored problems are not trained on.
 
+    What a hash holds out of one part of a mixture is not removed from a part that is not assigned by a hash.
     Raises ValueError or FileNotFoundError with the values and the remedy.
     """
     parts = [

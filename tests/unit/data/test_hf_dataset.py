@@ -224,7 +224,7 @@ def test_rows_of_an_evaluation_set_are_checked_too(tmp_path: Path) -> None:
 
 def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_dataset, "is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=re.escape("needs the package datasets; pip install 'megarl[hf]'")):
+    with pytest.raises(ValueError, match=re.escape("needs the package datasets; pip install 'datasets>=4,<6'")):
         load_task(task("hf:org/data"))
 
 
