@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -48,13 +48,8 @@ class Hub:
     def env(self, home: Path, **variables: str) -> dict[str, str]:
         """The environment of a process that sees this hub; `home` has its cache."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-        return {
-            **inherited,
-            "HF_ENDPOINT": self.base,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            **variables,
-        }
+        hub = {"HF_ENDPOINT": self.base, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {**inherited, **hub, **variables}
 
 
 @contextmanager
@@ -76,16 +71,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        path = unquote(url.path)
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
-        hub.requests.append((self.command, path))
+        hub.requests.append((self.command, unquote(url.path)))
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        if found := API.fullmatch(path):
-            kind, name, action, revision, inner = found.groups()
+        if found := API.fullmatch(url.path):
+            kind, name, action, revision, folder = (unquote(part or "") for part in found.groups())
             if repo := self._repo(hub.repos[kind].get(name), revision):
-                self._reply(json.dumps(_listing(name, repo, action, inner or "", parse_qs(body))).encode())
-        elif found := FILE.fullmatch(path):
-            is_dataset, name, revision, file = found.groups()
+                self._listing(name, repo, action, folder, parse_qs(url.query + "&" + body))
+        elif found := FILE.fullmatch(url.path):
+            is_dataset, name, revision, file = (unquote(part or "") for part in found.groups())
             if repo := self._repo(hub.repos["datasets" if is_dataset else "models"].get(name), revision):
                 self._file(repo, file)
         else:
@@ -93,15 +87,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_GET
 
-    def _repo(self, repo: Repo | None, revision: str | None) -> Repo | None:
+    def _repo(self, repo: Repo | None, revision: str) -> Repo | None:
         """The repository, unless it is answered that there is none for this client."""
         if repo is None or (repo.token and self.headers.get("Authorization") != f"Bearer {repo.token}"):
             self._refuse(401, "RepoNotFound", "Repository not found")
-        elif revision not in (None, *repo.revisions, repo.commit):
+        elif revision not in ("", *repo.revisions, repo.commit):
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         else:
             return repo
         return None
+
+    def _listing(self, name: str, repo: Repo, action: str, folder: str, asked: Mapping[str, list[str]]) -> None:
+        """What the repository is, what is in one of its folders (tree), or the given paths of it (paths-info)."""
+        entries = {path: {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                   for path, data in repo.files.items()}  # fmt: skip
+        for path in repo.files:
+            for parent in map(str, PurePosixPath(path).parents[:-1]):
+                entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": repo.commit}
+        prefix = f"{folder}/" if folder else ""
+        is_recursive = asked.get("recursive", [""])[0].lower() == "true"
+        if action == "tree":
+            inside = [path for path in entries if path.startswith(prefix)]
+            shown = [path for path in inside if is_recursive or "/" not in path.removeprefix(prefix)]
+            if not inside:
+                return self._refuse(404, "EntryNotFound", f"{folder} does not exist")
+            answer: Any = [entries[path] for path in shown]
+        elif action == "paths-info":
+            answer = [entries[path] for path in asked.get("paths", []) if path in entries]
+        else:
+            files = [{"rfilename": file} for file in repo.files]
+            answer = {"id": name, "sha": repo.commit, "private": False, "gated": repo.is_gated, "siblings": files}
+            answer |= {"tags": [], "downloads": 0, "likes": 0}
+        self._reply(json.dumps(answer).encode())
 
     def _file(self, repo: Repo, name: str) -> None:
         headers = {"X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
@@ -134,17 +151,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
-
-
-def _listing(name: str, repo: Repo, action: str | None, inner: str, asked: Mapping[str, list[str]]) -> Any:
-    """The JSON of a repository, of a folder in it (tree), or of the files that a client asks for (paths-info)."""
-    if action in (None, "revision"):
-        files = [{"rfilename": file} for file in repo.files]
-        return {"id": name, "sha": repo.commit, "private": False, "gated": repo.is_gated, "tags": [], "siblings": files}
-    entries = [
-        {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-        for file, data in repo.files.items()
-    ]
-    if action == "paths-info":
-        return [entry for entry in entries if entry["path"] in asked.get("paths", [])]
-    return [entry for entry in entries if entry["path"].startswith(inner)]
