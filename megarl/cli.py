@@ -174,7 +174,7 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     from megarl.config.load import load_config, run_dir
     from megarl.launch.hub_model import download_weights, resolve_model
-    from megarl.launch.preflight import describe, preflight
+    from megarl.launch.preflight import describe, pin_datasets, preflight
 
     env = Env.read()
     config = load_config(path, overrides)
@@ -182,7 +182,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         name = f"{config.run.name}-{command}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:
-        config = resolve_model(config, env)
+        config = pin_datasets(resolve_model(config, env))
         job = preflight(config, env, command=command)
         if not dry_run:
             download_weights(config, env)

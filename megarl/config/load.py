@@ -153,7 +153,14 @@ def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None
     if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
         model.pop("revision", None)
-    if "task.name" in overrides and isinstance(task, dict) and overrides["task.name"] != task.get("name", Task().name):
+    if not isinstance(task, dict):
+        return
+    name = None if task.get("mixture") else task.get("name", Task().name)
+    if overrides.get("task.name", name) != name:
+        task.pop("options", None)
+        task.pop("mixture", None)
+    if "task.mixture" in overrides:
+        task.pop("name", None)
         task.pop("options", None)
 
 

@@ -62,9 +62,16 @@ class Checks(Section):
     probe: Literal["first", "always"] = "first"
 
 
+class MixturePart(Section):
+    name: str  # as task.name
+    options: Options = {}
+    weight: Annotated[FiniteFloat, Field(gt=0)] = 1.0  # share of the prompts, relative to the other parts
+
+
 class Task(Section):
-    name: str = "reasoning_gym:chain_sum"
+    name: str = "reasoning_gym:chain_sum"  # or jsonl:FILE, hf:DATASET, package.module:function (megarl.data.tasks)
     options: Options = {}  # passed to the task, for example reasoning-gym's settings
+    mixture: tuple[MixturePart, ...] = ()  # several tasks, interleaved by weight; instead of name and options
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
     # the system message, unless a problem's messages have one; it names the place where `answer` is looked for:
     #   tag          Write the final answer between <answer> and </answer>.
@@ -262,10 +269,22 @@ class Moe(Section):
         return self.aux_loss > 0 or self.z_loss > 0 or self.bias_update_rate > 0
 
 
+class EvalSet(Section):
+    """More problems to evaluate on. Stored problems (jsonl:, hf:) are then never trained on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # of its metrics: <name>/mean@4
+    task: str | None = None  # as task.name, all its problems; None: the held-out problems of `task`
+    options: Options = {}
+    size: PositiveInt = 256  # problems, at most
+    samples: PositiveInt = 1  # of each problem
+    temperature: NonNegativeFloat | None = None  # None: rollout.temperature
+
+
 class Eval(Section):
     every: NonNegativeInt = 0  # 0: never
-    size: PositiveInt = 256
+    size: NonNegativeInt = 256  # held-out problems of `task`, at most; 0: only those of `sets`
     temperature: NonNegativeFloat = 0.0
+    sets: tuple[EvalSet, ...] = ()  # in addition to the held-out problems of `task`
 
 
 class SampleFiles(Section):

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.config import names
 from megarl.config.random_model import hf_config
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Task
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
@@ -62,6 +62,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         check_cpu_engine(config, shape)
     _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
+    _check_problems(config)
     _check_algorithm(config)
     if has_engine and not any(reward.weight for reward in config.rewards):
         raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
@@ -132,6 +133,26 @@ def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
     per_node = config.launch.processes_per_node
     if per_node is not None and world > per_node and world % per_node:
         raise ValueError(f"launch.processes_per_node={per_node} does not divide the {world} processes; use a divisor")
+
+
+def _check_problems(config: Config) -> None:
+    """Raises ValueError if the mixture or the evaluation sets contradict other settings."""
+    for key in ("name", "options", "size") if config.task.mixture else ():
+        if (value := getattr(config.task, key)) != getattr(Task(), key):
+            raise ValueError(f"task.{key}={value} and task.mixture are both set; keep one")
+    if config.eval.size == 0 and not config.eval.sets:
+        raise ValueError("eval.size=0 and eval.sets is empty, so there is nothing to evaluate; set one")
+    names_of_sets = [part.name for part in config.eval.sets]
+    for part in config.eval.sets:
+        if names_of_sets.count(part.name) > 1:
+            raise ValueError(f"eval.sets has two sets named {part.name}; rename one")
+        if part.options and part.task is None:
+            raise ValueError(f"eval.sets: {part.name} has options={part.options}, but no task; set its task")
+        if part.samples > 1 and part.temperature == 0:
+            raise ValueError(
+                f"eval.sets: {part.name} draws samples={part.samples} at temperature=0, which are all equal; set "
+                "samples=1, or a temperature"
+            )
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,17 +1,21 @@
 """A task's problems as an endless stream of tokenised prompts; its position is one number.
 
-Source -> order (a fresh permutation each epoch) -> tokens -> Prompt(prompt_id = position in the stream)
+Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> tokens -> Prompt(prompt_id = position)
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count as count_from
+from itertools import islice
 from typing import Any
 
-from megarl.data.tasks import Source
+from megarl.data.tasks import Question, Source
 from megarl.data.tokenizer import Encode
 from megarl.types import Prompt
 
@@ -20,38 +24,56 @@ log = logging.getLogger(__name__)
 MAX_SKIPS = 1000  # consecutive prompts that are too long
 
 
+def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yields (part, position within the part) without end, in exact proportion to `weights`.
+
+    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment. After any number of problems,
+    each part's share differs from its exact one by less than half the number of parts.
+    """
+
+    def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:
+        return (((number + 0.5) / weight, part, number) for number in count_from())
+
+    return ((part, number) for _, part, number in heapq.merge(*(due(*item) for item in enumerate(weights))))
+
+
 @dataclass
 class PromptStream:
-    """roles.Prompts. Depends on the task and the seed alone, so it is the same on every rank."""
+    """roles.Prompts. Depends on the tasks and the seed alone, so it is the same on every rank."""
 
-    source: Source
+    sources: Sequence[Source]  # several: a mixture
     encode: Encode  # question -> tokens (tokenizer.prompt_encoder)
     max_tokens: int  # longer prompts are skipped and counted
     seed: int = 0
     position: int = 0
     skipped: int = 0
-    _order: tuple[int, list[int]] = field(default=(-1, []), repr=False)  # epoch, its permutation
+    _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict, repr=False)  # part -> epoch, permutation
+    _parts: tuple[int, Iterator[tuple[int, int]]] = field(default=(-1, iter(())), repr=False)  # from a position on
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts. Raises ValueError if too many prompts in a row are longer than `max_tokens`."""
+    def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
+        """The next `count` prompts. Without `repeat`, no problem twice: fewer once all problems were seen.
+
+        Raises ValueError if too many prompts in a row are longer than `max_tokens`.
+        """
         taken: list[Prompt] = []
-        skips = 0
-        while len(taken) < count:
-            problem = self.source.problem(self._index(self.position))
+        unseen = sum(math.inf if source.size is None else source.size for source in self.sources)
+        skips, max_skips = 0, min(MAX_SKIPS, unseen)
+        while len(taken) < count and (repeat or unseen):
+            part, number = self._next()
+            source = self.sources[part]
+            if not repeat and source.size is not None and number >= source.size:
+                continue
+            unseen -= 1
+            problem = source.problem(self._index(part, number))
             tokens = self.encode(problem.question)
-            text = problem.question
-            if not isinstance(text, str):  # chat messages
-                text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
-            prompt = Prompt(self.position, tokens, text, problem.answer, problem.extra)
-            self.position += 1
             if 0 < len(tokens) <= self.max_tokens:
-                taken.append(prompt)
+                taken.append(Prompt(self.position - 1, tokens, _text(problem.question), problem.answer, problem.extra))
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
             if self.skipped == 1:
                 log.warning("skipped a prompt of %d tokens; prompts must have 1 to %d", len(tokens), self.max_tokens)
-            if skips == min(MAX_SKIPS, self.source.size or MAX_SKIPS):
+            if skips == max_skips:
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "
                     f"(the last has {len(tokens)}); raise it, or choose a task with shorter prompts"
@@ -64,14 +86,27 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.position, self.skipped = int(state["position"]), int(state["skipped"])
 
-    def _index(self, position: int) -> int:
-        """Index of the problem at `position`; a finite task is shuffled each epoch, an endless one is not."""
-        size = self.source.size
+    def _next(self) -> tuple[int, int]:
+        """The part at `position`, and the position within that part's own stream; moves on."""
+        position, parts = self._parts
+        if position != self.position:  # the start, or restored
+            parts = islice(interleave([source.weight for source in self.sources]), self.position, None)
+        self.position += 1
+        self._parts = (self.position, parts)
+        return next(parts)
+
+    def _index(self, part: int, number: int) -> int:
+        """Index of a part's problem; a finite source is shuffled each epoch, an endless one is not."""
+        size = self.sources[part].size
         if size is None:
-            return position
-        epoch, index = divmod(position, size)
-        if self._order[0] != epoch:
+            return number
+        epoch, index = divmod(number, size)
+        if part not in self._orders or self._orders[part][0] != epoch:
             order = list(range(size))
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1][index]
+            random.Random(f"{self.seed}/{part}/{epoch}").shuffle(order)
+            self._orders[part] = (epoch, order)
+        return self._orders[part][1][index]
+
+
+def _text(question: Question) -> str:
+    return question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)

@@ -1,9 +1,9 @@
-"""Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, or a user's function. No torch.
+"""Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, `hf:DATASET`, or a user's function. No torch.
 
-    config.Task --load_task(split)--> Source: problem(index) -> Problem
+    config.Task --load_sources(split)--> Source, or one for each part of a mixture: problem(index) -> Problem
 
-Training and held-out problems never share a question: a hash of its text assigns a generated problem to a split; the
-held-out problems of a file come from a second file and are removed from the first.
+Training and held-out problems never share a question. A hash of its text assigns a generated problem, or one of a
+dataset without `eval_split`, to a split; the held-out problems of a second file or split are removed from the first.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.config.schema import Task
+from megarl.config.schema import Eval, EvalSet, Task
+from megarl.data.hf_dataset import Row, load_rows, parse_options
 from megarl.data.user_code import import_function, is_dotted
 
 Split = Literal["train", "eval"]
@@ -45,33 +48,125 @@ class Source:
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
+    scan: Callable[[], Iterable[Question]] | None = None  # all questions in order, faster than problem by problem
+    weight: float = 1.0  # in a mixture
+    held_out: int = 0  # training problems that were removed because they are evaluated on
+
+    def questions(self) -> Iterable[Question]:
+        """All questions of a finite source."""
+        return self.scan() if self.scan else (self.problem(index).question for index in range(self.size or 0))
+
+    def select(self, keep: Sequence[bool]) -> Source:
+        """The problems whose entry in `keep`, one per problem, is True."""
+        indices = list(compress(range(len(keep)), keep))
+        return replace(
+            self,
+            problem=lambda index: self.problem(indices[index]),
+            size=len(indices),
+            scan=lambda: compress(self.questions(), keep),
+        )
 
 
-def load_task(task: Task, split: Split = "train") -> Source:
-    """Loads the problems of a task's split. Raises ValueError or FileNotFoundError with the values and the remedy."""
+def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
+    """Loads a task, or every part of a mixture; `eval_tasks` are other tasks whose stored problems are not trained on.
+
+    What a hash holds out of one part of a mixture is not removed from a part that is not assigned by a hash.
+    Raises ValueError or FileNotFoundError with the values and the remedy.
+    """
+    parts = [
+        (part.weight, task.model_copy(update={"name": part.name, "options": part.options, "mixture": ()}))
+        for part in task.mixture
+    ] or [(1.0, task)]
+    sources = []
+    for weight, part in parts:
+        others = [other for _, other in parts if other is not part]
+        sources.append(replace(load_task(part, split, [*eval_tasks, *others]), weight=weight))
+    return tuple(sources)
+
+
+def eval_task(task: Task, part: EvalSet) -> Task:
+    """The task of an evaluation set. All problems of a stored one are evaluated on, not a held-out part of them."""
+    if part.task is None:
+        return task
+    kind, _, rest = part.task.partition(":")
+    whole = {"jsonl": {"eval_file": rest}, "hf": {"eval_split": part.options.get("split", "train")}}.get(kind, {})
+    update = {"name": part.task, "options": whole | part.options, "mixture": (), "size": None}
+    return task.model_copy(update=update)
+
+
+def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> Source:
+    """Loads one task without its mixture; see `load_sources`."""
     kind, _, rest = task.name.partition(":")
     if kind == "reasoning_gym":
         source = _reasoning_gym(rest, task, split)
     elif kind == "jsonl":
         source = _jsonl(rest, task, split)
+    elif kind == "hf":
+        source = _dataset(rest, task, split)
     elif is_dotted(task.name):
         source = _user_function(task, split)
     else:
         raise ValueError(
-            f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, or package.module:function"
+            f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, hf:DATASET, or "
+            "package.module:function"
         )
+    if split == "train" and kind in ("jsonl", "hf"):
+        source = _without_held_out(source, [task, *eval_tasks])
     if source.size == 0:
-        raise ValueError(f"task.name={task.name!r} has no {split} problems; add at least one")
+        reason = f", as {source.held_out} are held out" if source.held_out else ""
+        raise ValueError(f"task.name={task.name!r} has no {split} problems{reason}; add at least one")
     if split == "eval" or task.size is None:
         return source
-    return Source(source.problem, task.size if source.size is None else min(task.size, source.size))
+    return replace(source, size=task.size if source.size is None else min(task.size, source.size), scan=None)
 
 
-def check_task(task: Task, *, held_out: bool = False) -> Problem:
-    """Makes the first problem of each split, so that errors surface before anything starts; raises like `load_task`."""
-    if held_out:
-        load_task(task, "eval").problem(0)
-    return load_task(task).problem(0)
+def check_tasks(task: Task, evaluated: Eval, *, held_out: bool = False) -> Iterator[str]:
+    """Loads everything once, so that errors surface before anything starts; raises like `load_task`.
+
+    Yields what the user should know. `held_out`: whether the command evaluates.
+    """
+    eval_tasks = [eval_task(task, part) for part in evaluated.sets]
+    names = [part.name for part in task.mixture] or [task.name]
+    for name, source in zip(names, load_sources(task, eval_tasks=eval_tasks), strict=True):
+        source.problem(0)
+        if source.held_out:
+            total = source.held_out + (source.size or 0)
+            yield f"{name}: {source.held_out} of {total} problems are held out for evaluation, and never trained on"
+    if not held_out:
+        return
+    sets = [("eval.size", evaluated.size, task)] if evaluated.size else []
+    sets += [
+        (f"eval.sets: {part.name} has size", part.size, other)
+        for part, other in zip(evaluated.sets, eval_tasks, strict=True)
+    ]
+    for key, size, other in sets:
+        sources = load_sources(other, "eval")
+        sizes = [source.size for source in sources if source.size is not None]
+        for source in sources:
+            source.problem(0)
+            if source.scan:
+                deque(source.questions(), maxlen=0)  # raises at a row that is not text
+        if len(sizes) == len(sources) and sum(sizes) < size:
+            yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
+
+
+def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
+    """Removes the questions of second files and splits, whatever their white space and roles."""
+    held_out = {
+        _text_of(question)
+        for task in tasks
+        if task.options.keys() & {"eval_file", "eval_split"}
+        for question in load_task(task, "eval").questions()
+    }
+    if not held_out:
+        return source
+    keep = [_text_of(question) not in held_out for question in source.questions()]
+    return replace(source.select(keep), held_out=source.held_out + keep.count(False))
+
+
+def _text_of(question: Question) -> str:
+    texts = [question] if isinstance(question, str) else [message["content"] for message in question]
+    return " ".join(" ".join(texts).split())
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
@@ -126,6 +221,33 @@ def _split_of(question: str) -> Split:
     return "eval" if hash31(f"held out? {question}") % HELD_OUT == 0 else "train"
 
 
+def _dataset(name: str, task: Task, split: Split) -> Source:
+    """A hash of the question decides what is held out, unless there is an `eval_split`."""
+    options = parse_options(name, task.options)
+    stored = (split == "eval" and options.eval_split) or options.split
+    rows = load_rows(name, options, stored)
+
+    def problem(index: int, row: Row) -> Problem:
+        return _make_problem(*row, where=f"{task.name} split {stored} row {index}")
+
+    def scan() -> Iterator[Question]:
+        return (problem(index, (question, None, {})).question for index, question in enumerate(rows.questions()))
+
+    source = Source(lambda index: problem(index, rows[index]), len(rows), scan)
+    if options.eval_split is not None:
+        return source
+    limit = options.held_out * 2**31
+    is_eval = [hash31(f"held out? {_text_of(question)}") < limit for question in source.questions()]
+    if split == "train":
+        return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
+    if not any(is_eval):
+        raise ValueError(
+            f"task.name={task.name!r} holds out none of its {len(rows)} problems with task.options.held_out="
+            f"{options.held_out:g}; raise it, or set task.options.eval_split"
+        )
+    return source.select(is_eval)
+
+
 def _text(answer: Any) -> str | None:
     return None if answer is None else str(answer)
 
@@ -140,9 +262,6 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
             raise ValueError(f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE")
         file = str(held_out)
     problems = _read_jsonl(Path(file))
-    if split == "train" and held_out is not None:
-        questions = {json.dumps(problem.question) for problem in _read_jsonl(Path(str(held_out)))}
-        problems = [problem for problem in problems if json.dumps(problem.question) not in questions]
     return Source(problems.__getitem__, len(problems))
 
 
@@ -191,16 +310,19 @@ def _problem(row: Any, where: str) -> Problem:
         present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
         raise ValueError(f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}")
     question = row[keys[0]]
-    if keys[0] == "messages":
-        if not isinstance(question, list) or not question or not all(map(_is_message, question)):
-            raise ValueError(
-                f'{where}: messages must be a list of {{"role": ..., "content": ...}}, not {_short(question)}'
-            )
-        question = tuple(question)
-    elif not isinstance(question, str) or not question:
+    if keys[0] != "messages" and not isinstance(question, str):
         raise ValueError(f"{where}: {keys[0]} must be text, not {_short(question)}")
     extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
-    return Problem(question, _text(row.get("answer")), extra)
+    return _make_problem(question, row.get("answer"), extra, where=where)
+
+
+def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
+    if isinstance(question, list) and question and all(map(_is_message, question)):
+        return Problem(tuple(question), _text(answer), extra)
+    if not isinstance(question, str) or not question.strip():
+        messages = 'messages must be a list of {"role": ..., "content": ...}'
+        raise ValueError(f"{where}: the prompt must be text, or {messages}, not {_short(question)}")
+    return Problem(question, _text(answer), extra)
 
 
 def _is_message(message: Any) -> bool:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.state import Checkpoints
 from megarl.config.load import run_dir
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Task
 from megarl.data.prompts import PromptStream
-from megarl.data.tasks import Split, load_task
+from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.layout import Layout
@@ -95,11 +95,13 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
     )
 
 
-def make_prompts(rank: Rank, split: Split = "train") -> PromptStream:
-    """Returns the training prompts, or the held-out ones if `split` is "eval"."""
-    config, task = rank.config, rank.config.task
+def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:
+    """Returns the training prompts, or the held-out ones if `split` is "eval"; of `task`, by default the run's."""
+    config, task = rank.config, task or rank.config.task
+    if len(set(rank.transport.gather(task.model_dump_json()))) > 1:  # each node has resolved the revision itself
+        raise ValueError(f"task.name={task.name}: the dataset changed while the nodes read it; start again")
     return PromptStream(
-        load_task(task, split),
+        load_sources(task, split, [eval_task(task, part) for part in config.eval.sets] if split == "train" else ()),
         prompt_encoder(rank.tokenizer, task),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,

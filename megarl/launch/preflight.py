@@ -6,12 +6,14 @@ imports torch, except with the model's tokenizer, which is loaded where a settin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config, Create
 from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
-from megarl.data.tasks import Problem, check_task
+from megarl.data.hf_dataset import pin
+from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
@@ -26,16 +28,26 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     folder = model_folder(model.path, model.revision) if model.path is not None else None
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-    problem = check_task(config.task, held_out=command == "eval" or (config.stage == "rl" and config.eval.every > 0))
+    is_evaluated = command == "eval" or (config.stage == "rl" and config.eval.every > 0)
+    notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
     if config.stage == "rl" or command in ENGINE_COMMANDS:
         make_rewards(config.rewards)
-    _check_text(config, problem, folder)
+    _check_text(config, folder)
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
-    return job
+    return replace(job, warnings=job.warnings + notes)
 
 
-def _check_text(config: Config, problem: Problem, folder: Path | None) -> None:
+def pin_datasets(config: Config) -> Config:
+    """Downloads datasets of the hub, and sets their `revision` to the commit, which the run's config.yaml records."""
+    task, evaluated = config.task, config.eval
+    parts = [part.model_copy(update={"options": pin(part.name, part.options)}) for part in task.mixture]
+    sets = [part.model_copy(update={"options": pin(part.task, part.options)}) for part in evaluated.sets]
+    task = task.model_copy(update={"options": pin(task.name, task.options), "mixture": tuple(parts)})
+    return config.model_copy(update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})})
+
+
+def _check_text(config: Config, folder: Path | None) -> None:
     """Raises ValueError for settings that the model's tokenizer cannot follow; without such settings, loads nothing."""
     task, stop = config.task, config.rollout.stop
     if not (task.template == "chat" or task.system_prompt or task.template_args or stop):
@@ -46,7 +58,9 @@ def _check_text(config: Config, problem: Problem, folder: Path | None) -> None:
         from megarl.launch.random_model import random_tokenizer
 
         tokenizer = random_tokenizer(config.model.create or Create())
-    prompt_encoder(tokenizer, task)(problem.question)
+    encode = prompt_encoder(tokenizer, task)
+    for source in load_sources(task):
+        encode(source.problem(0).question)
     stop_token_ids(tokenizer, stop)
 
 

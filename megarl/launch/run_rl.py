@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Excess, Quantiles
 from megarl.config.load import run_dir
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Task
 from megarl.data.collate import collate
+from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
@@ -33,7 +34,7 @@ from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
-from megarl.stages.evaluation import Evaluation
+from megarl.stages.evaluation import Evaluation, ProblemSet
 from megarl.stages.rl import RlRun, train
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
@@ -58,10 +59,7 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
         _publisher(rank, trainer, engine, _parity(rank, trainer, engine)).publish(version=0)
         evaluation = _evaluation(rank, _exchange(rank, engine), every=1)
         evaluation.forget(0)
-        result = evaluation.run(0)
-        if env.is_main:
-            rows = [f"{name:<18} {value:.3f}" for name, value in result.items() if isinstance(value, float)]
-            print(f"{result['size']} fresh problems", *rows, sep="\n", flush=True)
+        evaluation.run(0)
 
 
 def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
@@ -190,18 +188,26 @@ def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
 def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
     config = rank.config
 
-    def held_out() -> list[Prompt]:
-        stream = make_prompts(rank, "eval")
-        return stream.take(min(config.eval.size, stream.source.size or config.eval.size))
+    def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
+        return cache(lambda: make_prompts(rank, "eval", task).take(size, repeat=False))
 
+    held_out = problems(config.eval.size, config.task)
+    sets = [
+        ProblemSet("accuracy", held_out, config.eval.temperature),
+        ProblemSet("sampled_accuracy", held_out, config.rollout.temperature),
+    ]
+    for part in config.eval.sets:
+        temperature = config.rollout.temperature if part.temperature is None else part.temperature
+        prompts = problems(part.size, eval_task(config.task, part))
+        sets.append(ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples))
     return Evaluation(
         exchange,
-        held_out,
-        (("accuracy", config.eval.temperature), ("sampled_accuracy", config.rollout.temperature)),
+        sets if config.eval.size else sets[2:],
         run_seed=config.run.seed,
         every=every,
         last_step=config.train.steps,
         file=run_dir(config) / "eval.jsonl" if rank.env.is_main else None,
+        say=print if rank.env.is_main else None,
     )
 
 

@@ -1,6 +1,6 @@
 """Measures accuracy on held-out problems, with the engine that samples the rollouts.
 
-held-out prompts -> generate (greedy, and at the temperature of rollouts) -> share of right answers -> eval.jsonl
+problems of each set -> generate, k samples of each -> share of right answers, pass@k, intervals -> eval.jsonl
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
 from megarl.rollout.schedule import Generate, request_seed
 from megarl.types import Prompt, Request, Sample
 
@@ -26,17 +28,32 @@ def correctness(sample: Sample) -> float:
 
 
 @dataclass(frozen=True)
+class ProblemSet:
+    """Problems, and how often and at which temperature each is sampled. `metric` names the mean: aime/mean@4."""
+
+    metric: str
+    prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
+    temperature: float
+    samples: int = 1  # of each problem
+
+    @property
+    def prefix(self) -> str:
+        """Of the set's other metrics: "aime/", or "" for the held-out problems of the task."""
+        return self.metric[: self.metric.rfind("/") + 1]
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """roles.Evaluation: one sample per prompt at each temperature. Every rank must call every method."""
+    """roles.Evaluation. Every rank must call every method."""
 
     generate: Generate
-    prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
-    temperatures: tuple[tuple[str, float], ...]  # (name of the metric, temperature)
+    sets: Sequence[ProblemSet]
     run_seed: int
     every: int  # 0: never
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
     evaluated: Callable[[int, Mapping[str, Any]], None] | None = None  # Telemetry.evaluated
+    say: Callable[[str], None] | None = None  # prints a table, on rank 0
 
     def forget(self, start: int) -> None:
         """Drop the results of steps from `start` on: a resumed run measures them again."""
@@ -50,16 +67,49 @@ class Evaluation:
         return self.run(step) if due else None
 
     def run(self, step: int) -> dict[str, Any]:
-        """Returns "step", "size", and the share of right answers under the name of each metric."""
-        prompts = self.prompts()
-        result: dict[str, Any] = {"step": step, "size": len(prompts)}
-        for name, temperature in self.temperatures:
-            requests = [Request(p, 0, request_seed(self.run_seed, -1, p.prompt_id, 0), temperature) for p in prompts]
-            samples = self.generate(requests, version=step)
-            result[name] = sum(correctness(sample) for sample in samples) / max(len(samples), 1)
+        """Returns "step", and the size and metrics of each set; each metric has a 95% interval, /low to /high."""
+        result: dict[str, Any] = {"step": step}
+        for part in self.sets:
+            result |= self._measure(part, step)
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result) + "\n")
         if self.evaluated is not None:
             self.evaluated(step, result)
+        if self.say is not None:
+            self.say(describe(result))
         return result
+
+    def _measure(self, part: ProblemSet, step: int) -> dict[str, float]:
+        prompts = part.prompts()
+        requests = [
+            Request(prompt, index, request_seed(self.run_seed, -1, prompt.prompt_id, index), part.temperature)
+            for prompt in prompts
+            for index in range(part.samples)
+        ]
+        scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
+        for sample in self.generate(requests, version=step):
+            scores[sample.prompt_id].append(correctness(sample))
+        is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
+        metrics = {part.metric: ([fmean(values) for values in scores.values()], part.samples if is_binary else None)}
+        for k in ks_of(part.samples):
+            passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
+            metrics[f"{part.prefix}pass@{k}"] = (passed, part.samples)
+        result: dict[str, float] = {f"{part.prefix}size": len(prompts)}
+        for name, (values, samples) in metrics.items():
+            low, high = mean_interval(values, samples)
+            result |= {name: fmean(values), f"{name}/low": low, f"{name}/high": high}
+        return result
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A table of one evaluation: every metric, its 95% interval and the number of problems."""
+    rows = [(f"step {result['step']}", "value", "95% interval", "problems")]
+    for name, value in result.items():
+        if f"{name}/low" in result:
+            interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
+            size = result[f"{name[: name.rfind('/') + 1]}size"]
+            rows.append((name, f"{value:.3f}", interval, str(size)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

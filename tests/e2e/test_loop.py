@@ -77,11 +77,16 @@ def test_one_rank_by_the_command_line_says_the_same(runs: Path, tmp_path: Path) 
     files = {file.name: file.read_bytes() for file in create_model(create or Create(), tmp_path / "models").iterdir()}
     generation = {**json.loads(files["generation_config.json"]), "temperature": 0.01, "top_k": 1, "max_new_tokens": 1}
     repo = Repo(files | {"generation_config.json": json.dumps(generation).encode()})
+    evaluated = "eval={every: 2, size: 4, sets: [{name: few, size: 3, samples: 2}]}"
     with serve_hub({"org/tiny": repo}) as hub:
-        overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2")
+        overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2", evaluated)
         done = train(runs, "tiny_dense", *overrides, env=hub.env(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     assert f"path: org/tiny\n  revision: {repo.commit}\n" in (runs / "one" / "config.yaml").read_text()
+    evaluations = [json.loads(line) for line in (runs / "one" / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 2]
+    assert (evaluations[1]["size"], evaluations[1]["few/size"]) == (4, 3)
+    assert evaluations[1]["few/mean@2/low"] < evaluations[1]["few/mean@2"] < evaluations[1]["few/mean@2/high"]
     one, four = rows(runs / "one"), rows(runs / "tiny_dense-dp4")
     assert one[0]["rollout/digest"] == four[0]["rollout/digest"]
     assert one[0]["loss"] == pytest.approx(four[0]["loss"], rel=1e-5)

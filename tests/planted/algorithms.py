@@ -7,6 +7,8 @@ HOSTILE = "unit/algorithms/test_hostile.py"
 ROWS = "unit/algorithms/test_rows.py"
 GOLDEN = "unit/algorithms/test_golden.py"
 
+PASS_AT_K = "unit/algorithms/test_pass_at_k.py"
+
 ALGORITHMS = [
     (
         "algorithms/rows.py",
@@ -187,5 +189,23 @@ ALGORITHMS = [
         "kl=float(k3.mean())",
         "kl=float(signed.mean())",
         "unit/algorithms/test_parity.py::test_by_hand",
+    ),
+    (
+        "algorithms/pass_at_k.py",
+        "math.comb(samples - correct, k) / math.comb(samples, k)",
+        "(1 - correct / samples) ** k",  # biased
+        f"{PASS_AT_K}::test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample",
+    ),
+    (
+        "algorithms/pass_at_k.py",
+        "min(max(n * of_one / spread, n), n * samples)",
+        "n * samples",  # as if samples of one problem were independent
+        f"{PASS_AT_K}::test_intervals_cover_the_truth",
+    ),
+    (
+        "algorithms/pass_at_k.py",
+        "size = n if of_one == 0 else",
+        "size = n * samples if of_one == 0 else",
+        f"{PASS_AT_K}::test_intervals_stay_within_0_and_1_and_never_shrink_to_a_point",
     ),
 ]

@@ -3,6 +3,7 @@
 COLLATE = "unit/data/test_collate.py"
 PACKING = "unit/data/test_packing.py"
 TASKS = "unit/data/test_tasks.py"
+DATASETS = "unit/data/test_hf_dataset.py"
 SCHEDULE = "unit/rollout/test_schedule.py"
 EXCHANGE = "unit/rollout/test_exchange.py"
 SHAPING = "unit/rollout/test_reward_shaping.py"
@@ -75,8 +76,8 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        'random.Random(f"{self.seed}/{epoch}").shuffle(order)',
-        'random.Random(f"{self.seed}").shuffle(order)',
+        'random.Random(f"{self.seed}/{part}/{epoch}").shuffle(order)',
+        'random.Random(f"{self.seed}/{part}").shuffle(order)',
         f"{TASKS}::test_every_epoch_is_a_new_order_of_all_problems",
     ),
     (
@@ -84,6 +85,60 @@ BATCHES = [
         'self.position, self.skipped = int(state["position"]), int(state["skipped"])',
         'self.position, self.skipped = 0, int(state["skipped"])',
         f"{TASKS}::test_a_stream_resumes_where_it_stood",
+    ),
+    (
+        "data/prompts.py",
+        "for source in self.sources]), self.position, None)",
+        "for source in self.sources]), 0, None)",
+        f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
+    ),
+    (
+        "data/prompts.py",
+        "((number + 0.5) / weight, part, number)",
+        "(number + 0.5, part, number)",
+        f"{TASKS}::test_a_mixture_keeps_its_proportions_at_every_length",
+    ),
+    (
+        "data/prompts.py",
+        "if not repeat and source.size is not None and number >= source.size:",
+        "if False:",
+        f"{TASKS}::test_without_repeats_a_stream_ends_when_every_problem_was_seen",
+    ),
+    (
+        "data/tasks.py",
+        "keep = [_text_of(question) not in held_out for",
+        "keep = [True for",
+        f"{DATASETS}::test_problems_of_the_evaluation_split_are_not_trained_on",
+    ),
+    (
+        "data/tasks.py",
+        "[not value for value in is_eval]",
+        "[True for _ in is_eval]",
+        f"{DATASETS}::test_a_part_is_held_out_whatever_the_order_of_the_rows",
+    ),
+    (
+        "data/tasks.py",
+        "[*eval_tasks, *others]",
+        "others",
+        f"{DATASETS}::test_problems_of_evaluation_sets_and_other_parts_are_not_trained_on",
+    ),
+    (
+        "data/tasks.py",
+        "deque(source.questions(), maxlen=0)",
+        "pass",
+        f"{DATASETS}::test_rows_of_an_evaluation_set_are_checked_too",
+    ),
+    (
+        "data/hf_dataset.py",
+        "for k, v in m.items() if v is not None}",
+        "for k, v in m.items()}",
+        f"{DATASETS}::test_columns",
+    ),
+    (
+        "data/hf_dataset.py",
+        'return {**options, "revision": resolve(rest, parse_options(rest, options)).name}',
+        "return dict(options)",
+        f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
     (
         "data/collate.py",

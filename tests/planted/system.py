@@ -125,6 +125,12 @@ SYSTEM = [
         f"{EVALUATION}::test_partial_credit_is_not_right",
     ),
     (
+        "stages/evaluation.py",
+        "request_seed(self.run_seed, -1, prompt.prompt_id, index)",
+        "request_seed(self.run_seed, -1, prompt.prompt_id, 0)",
+        f"{EVALUATION}::test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems",
+    ),
+    (
         "config/load.py",
         "if key in RENAMED:",
         "if False:",

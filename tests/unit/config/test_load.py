@@ -61,6 +61,26 @@ def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(
     assert load_config(file, ["task.name=a.b:f"]).task.options == {}
 
 
+def test_a_task_on_the_command_line_replaces_a_mixture_and_the_reverse(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("task: {template: plain, mixture: [{name: 'a.b:f', weight: 2}, {name: 'a.b:g'}]}\n")
+    task = load_config(file, ["task.name=a.b:h"]).task
+    assert (task.name, task.mixture, task.template) == ("a.b:h", (), "plain")
+    assert [part.weight for part in load_config(file).task.mixture] == [2.0, 1.0]
+    assert load_config(file, [f"task.name={Config().task.name}"]).task.mixture == ()
+    file.write_text("task: {name: 'a.b:f', options: {size: 3}}\n")
+    task = load_config(file, ["task.mixture=[{name: 'a.b:g'}]"]).task
+    assert (task.name, task.options, task.mixture[0].name) == (Config().task.name, {}, "a.b:g")
+
+
+def test_a_weight_that_is_not_positive_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("task:\n  mixture:\n  - {name: 'a.b:f', weight: 0}\n")
+    with pytest.raises(ValueError, match=re.escape("weight=0")) as error:
+        load_config(file)
+    assert "line 3" in str(error.value) and "greater than 0" in str(error.value)
+
+
 def test_resolved_reads_back_the_same(base: Path) -> None:
     config = load_config(base, ["algorithm.preset=reinforce_pp", "algorithm.kl.coef=0.5"])
     assert parse_config(yaml.safe_load(resolved_yaml(config))) == config

@@ -23,6 +23,7 @@ from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
 
 ALONE = Env()
+MIXTURE = [{"name": "jsonl:a.jsonl"}, {"name": "jsonl:b.jsonl"}]
 
 
 def made(sections: dict[str, Any] | None = None, **create: Any) -> Config:
@@ -119,6 +120,16 @@ def test_torchrun_sets_the_world() -> None:
             ["use_rollout_logprobs=true", "correction=tis", "correction=none"],
         ),
         ({"algorithm": {"kl": {"target": 0.1}}}, {}, ["kl.target=0.1", "kl.coef"]),
+        ({"task": {"name": "a.b:f", "mixture": MIXTURE}}, {}, ["task.name=a.b:f and task.mixture are both set"]),
+        ({"task": {"size": 3, "mixture": MIXTURE}}, {}, ["task.size=3 and task.mixture are both set"]),
+        ({"eval": {"size": 0}}, {}, ["eval.size=0 and eval.sets is empty"]),
+        ({"eval": {"sets": [{"name": "a"}, {"name": "a"}]}}, {}, ["two sets named a; rename one"]),
+        ({"eval": {"sets": [{"name": "a", "options": {"x": 1}}]}}, {}, ["a has options={'x': 1}, but no task"]),
+        (
+            {"eval": {"sets": [{"name": "a", "samples": 4, "temperature": 0}]}},
+            {},
+            ["a draws samples=4 at temperature=0", "set samples=1, or a temperature"],
+        ),
         ({"algorithm": {"kl": {"estimator": "k1", "coef": 0.1}}}, {}, ["k1 in the loss", "k3+"]),
         (
             {"algorithm": {"kl": {"where": "reward", "importance_weighted": True}}},

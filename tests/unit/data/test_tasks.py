@@ -6,16 +6,24 @@ import json
 import re
 import subprocess
 import sys
+import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megarl.config.schema import Task
-from megarl.data.prompts import PromptStream
-from megarl.data.tasks import check_task, load_task, random_tokens
+from megarl.config.schema import Eval, MixturePart, Task
+from megarl.data.prompts import PromptStream, interleave
+from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
 from megarl.data.tokenizer import TokenIds, prompt_encoder
 
 SUMS = Task(name="reasoning_gym:chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+
+
+def check(task: Task, *, held_out: bool = False) -> list[str]:
+    return list(check_tasks(task, Eval(), held_out=held_out))
 
 
 def write(folder: Path, *lines: str) -> Task:
@@ -54,7 +62,7 @@ def test_a_generator_that_is_a_list_wraps_round():
         (Task(name="reasoning_gym:chain_sun"), "did you mean chain_sum"),
         (Task(name="reasoning_gym:chain_sum", options={"terms": 2}), "unexpected keyword argument 'terms'"),
         (Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}), "rejects task.options="),
-        (Task(name="sums"), "write reasoning_gym:<name>, jsonl:FILE, or package.module:function"),
+        (Task(name="sums"), "write reasoning_gym:<name>, jsonl:FILE, hf:DATASET, or package.module:function"),
         (Task(name="no_such_package:problems"), "cannot be imported (No module named 'no_such_package')"),
         (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
@@ -70,7 +78,7 @@ def test_a_generator_that_is_a_list_wraps_round():
 )
 def test_wrong_names_and_options(task, says):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(says)):
-        check_task(task)
+        check(task)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,7 @@ def test_wrong_names_and_options(task, says):
 )
 def test_bad_files_name_the_line(tmp_path, lines, says):
     with pytest.raises(ValueError, match=re.escape(says)) as error:
-        check_task(write(tmp_path, *lines))
+        check(write(tmp_path, *lines))
     assert "problems.jsonl" in str(error.value)
 
 
@@ -107,7 +115,7 @@ def test_jsonl_rows(tmp_path):
 def test_jsonl_holds_out_a_second_file(tmp_path):
     task = write(tmp_path, '{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c"}')
     with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
-        check_task(task, held_out=True)
+        check(task, held_out=True)
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"prompt": "b"}\n')
     task = task.model_copy(update={"options": {"eval_file": str(held_out)}})
@@ -130,14 +138,14 @@ def test_checking_a_task_imports_no_torch_and_is_quick(tmp_path):
     file.write_text("{oops\n")
     code = (
         "import sys, time; start = time.process_time()\n"
-        "from megarl.config.schema import Reward, Task\n"
-        "from megarl.data.tasks import check_task\n"
+        "from megarl.config.schema import Eval, Reward, Task\n"
+        "from megarl.data.tasks import check_tasks\n"
         "from megarl.rewards.catalog import make_rewards\n"
         "make_rewards([Reward(name='accuracy'), Reward(name='megarl.rewards.rules:even_fraction'), "
         "Reward(name='code'), Reward(name='http://localhost/score')])\n"
-        f"try: check_task(Task(name='jsonl:{file}'))\n"
+        f"try: list(check_tasks(Task(name='jsonl:{file}'), Eval()))\n"
         "except ValueError as error: print(error)\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "assert not {'torch', 'transformers', 'datasets', 'pyarrow', 'huggingface_hub'} & sys.modules.keys()\n"
         "assert time.process_time() - start < 2, time.process_time() - start\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -151,7 +159,7 @@ LISTED = Task(name="megarl.data.tasks:random_tokens", options={"vocab": 67, "siz
 
 
 def stream(task: Task = LISTED, **more) -> PromptStream:
-    return PromptStream(load_task(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more))
+    return PromptStream(load_sources(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more))
 
 
 def test_a_stream_resumes_where_it_stood():
@@ -168,6 +176,69 @@ def test_every_epoch_is_a_new_order_of_all_problems():
     assert [prompt.prompt_id for prompt in taken] == list(range(20))
     first, second = ([prompt.tokens for prompt in part] for part in (taken[:10], taken[10:]))
     assert sorted(first) == sorted(second) and first != second
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10.0)), min_size=1, max_size=4),
+    steps=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    stop=st.integers(0, 5),
+    seed=st.integers(0, 3),
+)
+def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
+    parts: list[tuple[int, float]], steps: list[int], stop: int, seed: int
+) -> None:
+    mixture = tuple(
+        MixturePart(name=LISTED.name, options={"vocab": 67, "size": size, "seed": index}, weight=weight)
+        for index, (size, weight) in enumerate(parts)
+    )
+    task = Task(mixture=mixture)
+    whole = stream(task, seed=seed)
+    taken = [prompt for step in steps for prompt in whole.take(step)]
+    resumed = stream(task, seed=seed)  # or another rank
+    before = [prompt for step in steps[:stop] for prompt in resumed.take(step)]
+    state, resumed = json.loads(json.dumps(resumed.state())), stream(task, seed=seed)
+    resumed.restore(state)
+    assert before + [prompt for step in steps[stop:] for prompt in resumed.take(step)] == taken
+    assert [prompt.prompt_id for prompt in taken] == list(range(len(taken)))
+    assert [prompt.tokens for prompt in stream(task, seed=seed).take(len(taken))] == [p.tokens for p in taken]
+
+
+def test_every_part_of_a_mixture_has_its_own_epochs() -> None:
+    """A part of 3 problems and one of 10, three to one."""
+    small, large = (LISTED.options | {"size": size, "seed": size} for size in (3, 10))
+    task = Task(mixture=[{"name": LISTED.name, "options": small, "weight": 3}, {"name": LISTED.name, "options": large}])
+    taken = [prompt.tokens for prompt in stream(task).take(40)]
+    rows = {text["prompt"] for text in random_tokens(split="train", **small)}
+    of_small = [tokens for tokens in taken if " ".join(map(str, tokens)) in rows]
+    assert len(of_small) == 30 and len(set(taken) - set(of_small)) == 10
+    epochs = [of_small[start : start + 3] for start in range(0, 30, 3)]
+    assert all(set(epoch) == set(of_small) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6), st.integers(1, 2000))
+def test_a_mixture_keeps_its_proportions_at_every_length(weights: list[float], count: int) -> None:
+    drawn = list(islice(interleave(weights), count))
+    for part, weight in enumerate(weights):
+        numbers = [number for index, number in drawn if index == part]
+        assert numbers == list(range(len(numbers)))
+        assert abs(len(numbers) - count * weight / sum(weights)) <= (len(weights) - 1) / 2 + 1e-6
+
+
+def test_a_resume_far_into_a_mixture_takes_seconds() -> None:
+    late = stream(Task(mixture=[{"name": LISTED.name, "options": {"vocab": 67}, "weight": w} for w in (1, 2, 3)]))
+    late.restore({"position": 1_000_000, "skipped": 0})
+    start = time.process_time()
+    assert late.take(1)[0].prompt_id == 1_000_000
+    assert time.process_time() - start < 5
+
+
+def test_without_repeats_a_stream_ends_when_every_problem_was_seen() -> None:
+    small, large = (LISTED.options | {"size": size, "seed": size} for size in (2, 9))
+    task = Task(mixture=[{"name": LISTED.name, "options": small, "weight": 5}, {"name": LISTED.name, "options": large}])
+    taken = [prompt.tokens for prompt in stream(task).take(100, repeat=False)]
+    assert len(taken) == len(set(taken)) == 11
+    assert len(stream(task).take(5, repeat=False)) == 5
+    assert len(stream(max_tokens=4).take(10, repeat=False)) < 10, "problems that are too long are not replaced"
 
 
 def test_size_limits_the_problems_not_the_stream():

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from megarl.stages.evaluation import Evaluation, correctness
+from megarl.stages.evaluation import Evaluation, ProblemSet, correctness, describe
 from megarl.types import Prompt, Request, Sample
 
 
@@ -36,13 +37,43 @@ def test_a_run_is_one_line_of_shares(tmp_path: Path) -> None:
         ]
 
     prompts = [Prompt(number, (1,), "") for number in range(2)]
-    temperatures = (("accuracy", 0.0), ("sampled_accuracy", 1.0))
+    sets = [ProblemSet("accuracy", lambda: prompts, 0.0), ProblemSet("sampled_accuracy", lambda: prompts, 1.0)]
     file = tmp_path / "eval.jsonl"
-    evaluation = Evaluation(generate, lambda: prompts, temperatures, run_seed=0, every=2, last_step=5, file=file)
+    evaluation = Evaluation(generate, sets, run_seed=0, every=2, last_step=5, file=file)
     assert [step for step in range(6) if evaluation.maybe_run(step)] == [0, 2, 4, 5]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert lines[1] == {"step": 2, "size": 2, "accuracy": 0.5, "sampled_accuracy": 0.5}
+    shares = {name: value for name, value in lines[1].items() if not name.endswith(("/low", "/high"))}
+    assert shares == {"step": 2, "size": 2, "accuracy": 0.5, "sampled_accuracy": 0.5}
+    assert lines[1]["accuracy/low"] < 0.5 < lines[1]["accuracy/high"]
     assert {request.temperature for request in asked} == {0.0, 1.0}
     assert len({request.seed for request in asked}) == 2, "the same random streams at every step"
     evaluation.forget(4)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 2]
+
+
+def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() -> None:
+    """Four problems, four samples of each: number n has n right ones."""
+    seeds: set[int] = set()
+
+    def generate(requests: Sequence[Request], *, version: int) -> list[Sample]:
+        seeds.update(request.seed for request in requests)
+        return [
+            sample(r.prompt.prompt_id, reward=1.0, rewards={"accuracy": float(r.index < r.prompt.prompt_id)})
+            for r in requests
+        ]
+
+    said: list[str] = []
+    prompts = [Prompt(number, (1,), "") for number in range(4)]
+    sets = [ProblemSet("accuracy", lambda: prompts, 0.0), ProblemSet("aime/mean@4", lambda: prompts, 1.0, samples=4)]
+    result = Evaluation(generate, sets, run_seed=0, every=1, last_step=1, say=said.append).run(0)
+    assert len(seeds) == 16, "every sample has its own random stream"
+    assert (result["size"], result["aime/size"]) == (4, 4)
+    assert result["aime/mean@4"] == (0 + 1 + 2 + 3) / 16
+    assert result["aime/pass@2"] == pytest.approx((0 + 1 / 2 + 5 / 6 + 1) / 4)
+    assert result["aime/pass@4"] == 3 / 4 and "aime/pass@3" not in result
+    assert result["aime/mean@4/low"] < 0.2 and result["aime/mean@4/high"] > 0.6, "of 4 problems, not of 16 samples"
+    header, *rows = said[0].splitlines()
+    assert header.split() == ["step", "0", "value", "95%", "interval", "problems"]
+    assert [row.split()[0] for row in rows] == ["accuracy", "aime/mean@4", "aime/pass@2", "aime/pass@4"]
+    assert rows[1].split()[1:] == ["0.375", "0.145", "..", "0.680", "4"]
+    assert describe(result) == said[0]

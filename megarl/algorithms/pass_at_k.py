@@ -1,0 +1,48 @@
+"""Accuracy over several samples of a problem, pass@k, and their confidence intervals. Plain numbers, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, variance
+
+Z_95 = 1.959963984540054  # 97.5% quantile of the normal distribution
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The probability that at least one of `k` samples, drawn from these without replacement, is correct.
+
+    1 - C(n-c, k) / C(n, k) is unbiased for the probability that k new samples contain a correct one (Chen et al.,
+    arXiv 2107.03374, equation 1). Raises ValueError unless k is at most the number of samples.
+    """
+    if not 0 < k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}; draw more")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def ks_of(samples: int) -> list[int]:
+    """The k to report besides 1: the powers of two below `samples`, and `samples`."""
+    return [2**power for power in range(1, samples.bit_length()) if 2**power < samples] + [samples] * (samples > 1)
+
+
+def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
+    """The 95% interval of the mean score over problems like these, from each problem's score over `samples` samples.
+
+    Wilson's interval, with the effective number of independent samples in place of their number (Franco et al.,
+    "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7,
+    2019): between the number of problems, when the samples of a problem all agree, and `samples` times that, when
+    problems do not differ. Unlike the normal interval (arXiv 2411.00640), it stays within 0..1 and does not shrink to a
+    point when every score is 0 or 1. With one sample per problem, it is Wilson's interval.
+
+    That holds for samples that are right or wrong. `samples` None: scores are rewards, and get the normal interval.
+    """
+    n, mean = len(scores), fmean(scores)
+    spread = variance(scores) if n > 1 else 0.0
+    if samples is None:
+        half = Z_95 * math.sqrt(spread / n)
+        return mean - half, mean + half
+    of_one = mean * (1 - mean)  # variance of a single independent sample
+    size = n if of_one == 0 else n * samples if spread == 0 else min(max(n * of_one / spread, n), n * samples)
+    centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
+    half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
+    return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))  # within bounds after rounding

@@ -1,0 +1,259 @@
+"""Rows of `hf:` tasks: datasets on the Hugging Face hub, and local folders and files, read with `datasets`. No torch.
+
+    hub id --snapshot--> folder named by its commit -+
+    local folder or file ----------------------------+--> Arrow files, memory-mapped --> Rows: (question, answer, extra)
+
+A hub id is downloaded as a whole and read from that folder, because offline `datasets` reads whatever revision it
+prepared last. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from megarl.config.schema import Section
+from megarl.platform.env import is_installed
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of a single file
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # the first that exists, if none is configured
+EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")  # as datasets reports no rows
+BATCH = 1000  # rows read at once in a scan
+Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
+
+
+class DatasetOptions(Section):
+    """task.options of an `hf:` task."""
+
+    split: str = "train"  # may be sliced, as in train[:1000]
+    eval_split: str | None = None  # None: some problems of `split` are held out
+    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
+    config: str | None = None  # a subset, as datasets.load_dataset's `name`
+    revision: str | None = None  # branch, tag or commit of a hub id; None: main. A run records the commit
+    data_files: str | None = None  # a glob: reads, and downloads, only these files
+    prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
+    answer: str | None = None  # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
+    answer_pattern: str | None = None  # a regular expression; group 1 of its last match is the answer
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern(cls, value: str | None) -> str | None:
+        try:
+            groups = 1 if value is None else re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"is not a regular expression ({error})") from None
+        if groups < 1:
+            raise ValueError("has no group; put parentheses around the answer")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one split; `name` is the task's, for errors."""
+
+    name: str
+    dataset: Any  # datasets.Dataset
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...]  # the path into a struct; empty: no answer
+    pattern: str | None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._row(index, self.dataset[index])
+
+    def questions(self) -> Iterator[Any]:
+        """Reads all questions, without the other columns; and checks that the pattern matches all answers."""
+        columns = {*self.prompt, *(self.answer[:1] if self.pattern else ())}
+        batches = self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
+        rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
+        return (self._row(index, row, scan=True)[0] for index, row in enumerate(rows))
+
+    def _row(self, index: int, row: dict[str, Any], *, scan: bool = False) -> Row:
+        question = self._question(index, [row[column] for column in self.prompt])
+        answer = None if scan and not self.pattern else reduce(_field, self.answer, row) if self.answer else None
+        if self.pattern is not None:
+            matches = [] if answer is None else [match[1] for match in re.finditer(self.pattern, str(answer))]
+            if not matches:
+                raise ValueError(
+                    f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does not match the answer "
+                    f"{str(answer)[-60:]!r}; change the pattern"
+                )
+            answer = matches[-1].strip()
+        used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
+        return question, answer, {key: value for key, value in row.items() if key not in used}
+
+    def _question(self, index: int, values: list[Any]) -> Any:
+        """Joins texts by an empty line; concatenates messages, without the keys that Arrow added to them as None."""
+        if len(values) > 1 and all(isinstance(value, str) for value in values):
+            return "\n\n".join(values)
+        if not all(isinstance(value, list) for value in values):
+            if len(values) > 1:
+                kinds = ", ".join(f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True))
+                raise ValueError(f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}")
+            return values[0]
+        messages = [message for value in values for message in value]
+        return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
+
+
+def _field(value: Any, key: str) -> Any:
+    return None if value is None else value[key]
+
+
+def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
+    """Raises ValueError for an unknown option or a wrong value."""
+    try:
+        return DatasetOptions.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            known = list(DatasetOptions.model_fields)
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise ValueError(f"task.options.{key} is not an option of task.name=hf:{name}; {hint}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"task.options.{key}={first['input']!r} of task.name=hf:{name}: {reason}") from None
+
+
+def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
+    """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
+    dataset = _read(name, options, split)
+    columns = dataset.column_names
+    prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
+    prompt = prompt or [column for column in QUESTION_COLUMNS if column in columns][:1]
+    if not prompt:
+        raise ValueError(
+            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_COLUMNS)}; set task.options.prompt to "
+            f"one of: {', '.join(columns)}"
+        )
+    answer = options.answer or ("answer" if "answer" in columns else "")
+    path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
+    for key, column in (("answer", path), *(("prompt", (column,)) for column in prompt)):
+        if not _exists(dataset.features, column):
+            known = ", ".join(columns)
+            raise ValueError(
+                f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; choose from: {known}"
+            )
+    if options.answer_pattern and not path:
+        raise ValueError(f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it")
+    return Rows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
+
+
+def _exists(features: Any, path: Sequence[str]) -> bool:
+    for key in path:
+        if not isinstance(features, Mapping) or key not in features:
+            return False
+        features = features[key]
+    return True
+
+
+def _read(name: str, options: DatasetOptions, split: str) -> Any:
+    folder = resolve(name, options)
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    if folder.is_file():
+        if folder.stat().st_size == 0:
+            raise ValueError(f"task.name=hf:{name} is an empty file; write one row per line, or choose another file")
+        if folder.suffix not in FORMATS:
+            raise ValueError(f"task.name=hf:{name} is not a file of a known format; choose from {', '.join(FORMATS)}")
+        path, data_files = FORMATS[folder.suffix], str(folder)
+    else:
+        path, data_files = str(folder), options.data_files
+    try:
+        builder = datasets.load_dataset_builder(path, options.config, data_files=data_files)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+    except Exception as error:  # every file format has its own exceptions
+        raise ValueError(_explain_reading(error, name, options, split)) from error
+
+
+def _explain_reading(error: Exception, name: str, options: DatasetOptions, split: str) -> str:
+    cause = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+    listed = re.search(r"\[(.*?)\]", cause)
+    known = listed[1].replace("'", "") if listed else "none"
+    if "BuilderConfig" in cause or "Config name is missing" in cause:
+        return f"task.options.config={options.config} does not name a subset of hf:{name}; choose from: {known}"
+    key = "split" if split == options.split else "eval_split"
+    if any(text in cause for text in EMPTY):
+        return f"task.name=hf:{name} has no rows in split {split}; correct its files, or task.options.{key}"
+    if "Unknown split" in cause:
+        return f"task.options.{key}={split} is not a split of hf:{name}; choose from: {known}"
+    return f"task.name=hf:{name} cannot be read ({cause}); correct its files, or task.options"
+
+
+def resolve(name: str, options: DatasetOptions) -> Path:
+    """Returns the local file or folder, or downloads a hub id; returns its folder, named by the commit."""
+    if not is_installed("datasets"):
+        raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'")
+    local = Path(name).expanduser()
+    if _is_local(name):
+        if options.revision is not None:
+            raise ValueError(f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it")
+        return local
+    if name.startswith((".", "/", "~")) or local.suffix in FORMATS or name.count("/") > 1 or not name:
+        raise FileNotFoundError(f"task.name=hf:{name} does not exist; name a file, a folder or a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] (httpx's or httpx2's)
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(
+            snapshot_download(name, repo_type="dataset", revision=options.revision, allow_patterns=options.data_files)
+        )
+    except (OSError, HTTPError, ValueError) as error:
+        raise ValueError(_explain(error, name, options.revision)) from error
+
+
+def _is_local(name: str) -> bool:
+    return bool(name) and Path(name).expanduser().exists()
+
+
+def pin(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a task with the commit of its hub id, if it has one; downloads it. Raises ValueError."""
+    kind, _, rest = (name or "").partition(":")
+    if kind != "hf" or _is_local(rest):
+        return dict(options)
+    return {**options, "revision": resolve(rest, parse_options(rest, options)).name}
+
+
+def _explain(error: Exception, name: str, revision: str | None) -> str:
+    from huggingface_hub import constants, errors
+
+    where = f"task.name=hf:{name}"
+    cause = " ".join(str(error.__cause__ or error).split())[:200]
+    match error:
+        case errors.GatedRepoError():
+            return f"{where} is gated; accept its terms on its page on the hub, and set HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"{where} is neither a file, a folder, nor a dataset that {constants.ENDPOINT} shows you; correct it, "
+                "or set HF_TOKEN if it is private"
+            )
+        case errors.RevisionNotFoundError():
+            return f"task.options.revision={revision} does not exist in hf:{name}; choose a branch, tag or commit of it"
+        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+            return (
+                f"{where} is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it, or run "
+                f"`hf download --repo-type dataset {name}` where there is a network"
+            )
+        case errors.LocalEntryNotFoundError():
+            return (
+                f"{where} is not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be used "
+                f"({cause}); check network and HF_ENDPOINT, or correct the name"
+            )
+        case _:
+            return f"{where}: the download failed ({cause}); correct the name, or start again"
