@@ -4,13 +4,11 @@
     local folder or file ----------------------------+--> Arrow files, memory-mapped --> Rows: (question, answer, extra)
 
 A hub id is downloaded as a whole and read from that folder, because offline `datasets` reads whatever revision it
-prepared last. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply.
-"""
+prepared last."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from megarl.config.schema import Section
 from megarl.platform.env import is_installed
+from megarl.platform.hub import Repository
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of a single file
 QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # the first that exists, if none is configured
@@ -204,18 +203,8 @@ def resolve(name: str, options: DatasetOptions) -> Path:
         return local
     if name.startswith((".", "/", "~")) or local.suffix in FORMATS or name.count("/") > 1 or not name:
         raise FileNotFoundError(f"task.name=hf:{name} does not exist; name a file, a folder or a hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] (httpx's or httpx2's)
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        return Path(
-            snapshot_download(name, repo_type="dataset", revision=options.revision, allow_patterns=options.data_files)
-        )
-    except (OSError, HTTPError, ValueError) as error:
-        raise ValueError(_explain(error, name, options.revision)) from error
+    repository = Repository("dataset", name, options.revision, f"task.name=hf:{name}", "task.options.revision")
+    return repository.download(options.data_files and [options.data_files], progress=True)
 
 
 def _is_local(name: str) -> bool:
@@ -228,32 +217,3 @@ def pin(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "hf" or _is_local(rest):
         return dict(options)
     return {**options, "revision": resolve(rest, parse_options(rest, options)).name}
-
-
-def _explain(error: Exception, name: str, revision: str | None) -> str:
-    from huggingface_hub import constants, errors
-
-    where = f"task.name=hf:{name}"
-    cause = " ".join(str(error.__cause__ or error).split())[:200]
-    match error:
-        case errors.GatedRepoError():
-            return f"{where} is gated; accept its terms on its page on the hub, and set HF_TOKEN"
-        case errors.RepositoryNotFoundError():
-            return (
-                f"{where} is neither a file, a folder, nor a dataset that {constants.ENDPOINT} shows you; correct it, "
-                "or set HF_TOKEN if it is private"
-            )
-        case errors.RevisionNotFoundError():
-            return f"task.options.revision={revision} does not exist in hf:{name}; choose a branch, tag or commit of it"
-        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
-            return (
-                f"{where} is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; unset it, or run "
-                f"`hf download --repo-type dataset {name}` where there is a network"
-            )
-        case errors.LocalEntryNotFoundError():
-            return (
-                f"{where} is not in the cache {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} cannot be used "
-                f"({cause}); check network and HF_ENDPOINT, or correct the name"
-            )
-        case _:
-            return f"{where}: the download failed ({cause}); correct the name, or start again"

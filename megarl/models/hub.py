@@ -1,19 +1,18 @@
-"""Hugging Face hub ids as `model.path`: cache, token, endpoint and offline mode are those of huggingface_hub.
+"""Hugging Face hub ids as `model.path`.
 
-    id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: all that a check or a plan needs
-    id, commit   --download(WEIGHTS)-> the same folder, now with *.safetensors
-    id, commit   --model_folder------> the same folder, without network
-
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. If the hub cannot be reached, the cached commit is used.
+id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: all that a check or a plan needs
+id, commit   --download(WEIGHTS)-> the same folder, now with *.safetensors
+id, commit   --model_folder------> the same folder, without network
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from megarl.platform.hub import Repository
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")  # config, tokenizer, chat template, index
 CODE = ("*.py",)  # of a tokenizer
@@ -46,20 +45,10 @@ def _expanded(path: str) -> Path:
 def download(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Downloads the top-level files of a hub id that match `patterns`; returns their folder, named by the commit.
 
-    Raises ValueError with the value and the remedy: each way of failing is the user's to correct.
+    Raises ValueError with the value and the remedy.
     """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage] (httpx's)
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        (enable_progress_bars if patterns == WEIGHTS and sys.stderr.isatty() else disable_progress_bars)()
-    try:
-        folder = Path(
-            snapshot_download(path, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*IGNORED])
-        )
-    except (OSError, HTTPError, XetDownloadError, RuntimeError) as error:
-        raise ValueError(_explain(error, path, revision)) from error
+    repository = Repository("model", path, revision, f"model.path={path}", "model.revision")
+    folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path={path} has no config.json on the hub; choose a model in Hugging Face format")
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
@@ -68,36 +57,3 @@ def download(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
             "repository or a model.revision with safetensors"
         )
     return folder
-
-
-def _explain(error: Exception, path: str, revision: str | None) -> str:
-    from huggingface_hub import constants, errors
-
-    cause = " ".join(str(error.__cause__ or error).split())[:200]
-    cache = f"the cache {constants.HF_HUB_CACHE}"
-    match error:
-        case errors.GatedRepoError():
-            return f"model.path={path} is gated; accept its terms on its page on the hub, and set HF_TOKEN"
-        case errors.RepositoryNotFoundError():
-            return (
-                f"model.path={path} is neither a folder nor a model that {constants.ENDPOINT} shows you; correct it, "
-                "or set HF_TOKEN if the model is private"
-            )
-        case errors.RevisionNotFoundError():
-            return f"model.revision={revision} does not exist in {path}; choose a branch, tag or commit of it"
-        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
-            return (
-                f"model.path={path} is not a folder, not completely in {cache}, and HF_HUB_OFFLINE is set; "
-                f"unset it, or run `hf download {path}` where there is a network"
-            )
-        case errors.LocalEntryNotFoundError():
-            return (
-                f"model.path={path} is not a folder, not completely in {cache}, and {constants.ENDPOINT} cannot be "
-                f"used ({cause}); check network and HF_ENDPOINT, or correct the path"
-            )
-        case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
-            return f"model.path={path}: {constants.ENDPOINT} refuses HF_TOKEN ({cause}); renew it, or unset it"
-        case OSError() if error.errno is not None:
-            return f"model.path={path}: {cache} cannot be written ({error}); free space there, or set HF_HOME"
-        case _:
-            return f"model.path={path}: the download failed ({cause}); start again: complete files are kept"

@@ -312,13 +312,13 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(hub: Hub,
 
 def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
     cases = {
-        "task.name=hf:org/nothing": f"neither a file, a folder, nor a dataset that {hub.base} shows you",
+        "task.name=hf:org/nothing": f"neither local nor a dataset that {hub.base} shows you",
         "task.name=hf:org/private": "or set HF_TOKEN if it is private",
         "task.name=hf:org/gated": "is gated; accept its terms on its page on the hub, and set HF_TOKEN",
-        "task.name=hf:org/cut": "the download failed",
+        "task.name=hf:org/cut": "cannot be downloaded (",
         "task.name=hf:org/code": "cannot be read",
-        "task.name=hf:no such": "the download failed",
-        "task.options.revision=v9": "task.options.revision=v9 does not exist in hf:org/sums; choose a branch, tag or",
+        "task.name=hf:no such": "cannot be downloaded (",
+        "task.options.revision=v9": "task.name=hf:org/sums has no revision v9; set task.options.revision to a branch, tag or",
         "task.options.config=more": "task.options.config=more does not name a subset of hf:org/sums; choose from: many",
         "task.options.split=dev": "task.options.split=dev is not a split of hf:org/sums; choose from: train, test",
     }

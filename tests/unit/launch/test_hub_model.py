@@ -145,10 +145,10 @@ def test_without_the_hub_the_cache_serves(folder: Path, hub: Hub) -> None:
 def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
     (folder / "empty").mkdir()
     cases: dict[tuple[str, ...], str] = {
-        ("model.path=org/none",): f"neither a folder nor a model that {hub.base} shows you",
+        ("model.path=org/none",): f"neither local nor a model that {hub.base} shows you",
         ("model.path=org/gated",): "org/gated is gated; accept its terms",
         ("model.path=org/private",): "set HF_TOKEN if the model is private",
-        ("model.revision=v2",): "model.revision=v2 does not exist in org/model; choose a branch, tag or commit",
+        ("model.revision=v2",): "model.path=org/model has no revision v2; set model.revision to a branch, tag or commit of it",
         ("model.path=org/bin",): "org/bin has no *.safetensors on the hub",
         ("model.path=org/gguf",): "org/gguf has no config.json on the hub",
         ("model.path=org/gpt2",): "model_type='gpt2' is not supported",
@@ -172,7 +172,7 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
 def test_a_download_that_breaks_off(folder: Path, hub: Hub) -> None:
     ((code, out, err),) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/cut"])
     assert (code, out) == (2, "")
-    assert "model.path=org/cut: the download failed (" in err and err.endswith("start again: complete files are kept\n")
+    assert "model.path=org/cut cannot be downloaded (" in err and err.endswith("start again: complete files are kept\n")
 
 
 def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub) -> None:
