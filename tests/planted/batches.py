@@ -232,8 +232,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "_request(by_id[sample.prompt_id], sample) for sample in samples",
-        "_request(prompts[0], sample) for sample in samples",
+        "_request(by_id[sample.prompt_id], sample, self.answer) for sample in samples",
+        "_request(prompts[0], sample, self.answer) for sample in samples",
         f"{SCORER}::test_prompts_are_matched_by_id",
     ),
     (

@@ -318,7 +318,7 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
         "task.name=hf:org/cut": "cannot be downloaded (",
         "task.name=hf:org/code": "cannot be read",
         "task.name=hf:no such": "cannot be downloaded (",
-        "task.options.revision=v9": "task.name=hf:org/sums has no revision v9; set task.options.revision to a branch, tag or",
+        "task.options.revision=v9": "task.name=hf:org/sums has no revision v9; set task.options.revision to",
         "task.options.config=more": "task.options.config=more does not name a subset of hf:org/sums; choose from: many",
         "task.options.split=dev": "task.options.split=dev is not a split of hf:org/sums; choose from: train, test",
     }

@@ -147,8 +147,8 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
     cases: dict[tuple[str, ...], str] = {
         ("model.path=org/none",): f"neither local nor a model that {hub.base} shows you",
         ("model.path=org/gated",): "org/gated is gated; accept its terms",
-        ("model.path=org/private",): "set HF_TOKEN if the model is private",
-        ("model.revision=v2",): "model.path=org/model has no revision v2; set model.revision to a branch, tag or commit of it",
+        ("model.path=org/private",): "set HF_TOKEN if it is private",
+        ("model.revision=v2",): "model.path=org/model has no revision v2; set model.revision to a branch",
         ("model.path=org/bin",): "org/bin has no *.safetensors on the hub",
         ("model.path=org/gguf",): "org/gguf has no config.json on the hub",
         ("model.path=org/gpt2",): "model_type='gpt2' is not supported",
