@@ -119,7 +119,7 @@ def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     import json
 
     from megarl.config.load import load_config
-    from megarl.launch.hub_model import resolve_model
+    from megarl.launch.downloads import resolve_model
     from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
     from megarl.telemetry.plan_figure import draw_plan
 
@@ -153,7 +153,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     from megarl.config.load import load_config
     from megarl.launch.check import check_layouts_of
-    from megarl.launch.hub_model import resolve_model
+    from megarl.launch.downloads import resolve_model
 
     env = Env.read()
     config = resolve_model(load_config(path, overrides), env)
@@ -173,8 +173,8 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
 
 def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
     from megarl.config.load import load_config, run_dir
-    from megarl.launch.hub_model import download_weights, resolve_model
-    from megarl.launch.preflight import describe, pin_datasets, preflight
+    from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
+    from megarl.launch.preflight import describe, preflight
 
     env = Env.read()
     config = load_config(path, overrides)
@@ -182,7 +182,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         name = f"{config.run.name}-{command}"
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     try:
-        config = pin_datasets(resolve_model(config, env))
+        config = resolve_datasets(resolve_model(config, env), env)
         job = preflight(config, env, command=command)
         if not dry_run:
             download_weights(config, env)

@@ -211,9 +211,7 @@ def _is_local(name: str) -> bool:
     return bool(name) and Path(name).expanduser().exists()
 
 
-def pin(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a task with the commit of its hub id, if it has one; downloads it. Raises ValueError."""
-    kind, _, rest = (name or "").partition(":")
-    if kind != "hf" or _is_local(rest):
-        return dict(options)
-    return {**options, "revision": resolve(rest, parse_options(rest, options)).name}
+def hub_id(name: str) -> str | None:
+    """Returns the hub id of a task's name, or None if it is not a dataset on the hub."""
+    kind, _, rest = name.partition(":")
+    return rest if kind == "hf" and not _is_local(rest) else None

@@ -28,7 +28,7 @@ def check_layouts_of(
     If `layouts` is empty, uses those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
     """
     from megarl.debug.layout_check import AXES, parse_layout  # imports torch
-    from megarl.launch.hub_model import download_weights
+    from megarl.launch.downloads import download_weights
     from megarl.launch.random_model import materialize_model
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-check"})})

@@ -12,7 +12,6 @@ from pathlib import Path
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config, Create
 from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
-from megarl.data.hf_dataset import pin
 from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
@@ -36,15 +35,6 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
-
-
-def pin_datasets(config: Config) -> Config:
-    """Downloads datasets of the hub, and sets their `revision` to the commit, which the run's config.yaml records."""
-    task, evaluated = config.task, config.eval
-    parts = [part.model_copy(update={"options": pin(part.name, part.options)}) for part in task.mixture]
-    sets = [part.model_copy(update={"options": pin(part.task, part.options)}) for part in evaluated.sets]
-    task = task.model_copy(update={"options": pin(task.name, task.options), "mixture": tuple(parts)})
-    return config.model_copy(update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})})
 
 
 def _check_text(config: Config, folder: Path | None) -> None:

@@ -135,8 +135,8 @@ BATCHES = [
         f"{DATASETS}::test_columns",
     ),
     (
-        "data/hf_dataset.py",
-        'return {**options, "revision": resolve(rest, parse_options(rest, options)).name}',
+        "launch/downloads.py",
+        'return {**options, "revision": _commit(env, name, options.get("revision"), commits, fetch)}',
         "return dict(options)",
         f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
