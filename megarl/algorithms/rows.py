@@ -128,11 +128,11 @@ class Groups:
         return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)
 
     def std(self, centred_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
-        """The group's standard deviation, or that of the group's other values; 0 where there are fewer than two."""
+        """The standard deviation of the group's centred values, or of the others'; 0 for fewer than two values."""
         squares_V = centred_V.square()
         total_V, size_V = self.sum(squares_V), self.size_V
         if leave_one_out:  # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
-            rest_V = total_V - self.leave_one_out(squares_V)
+            rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
             total_V, size_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0), size_V - 1
         return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
 

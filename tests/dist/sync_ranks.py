@@ -1,8 +1,8 @@
 """One rank of a weight-sync launch: engines, trainers' shards in many layouts, faults. Run by test_sync.py.
 
-    python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR...      (under RANK, WORLD_SIZE, ...)
-    python sync_ranks.py FOLDER dies MODEL                  the last rank does, in the middle of a sync
-    python sync_ranks.py FOLDER bf16 MODEL...               engines of one rank, one sync each
+    python sync_ranks.py FOLDER MODEL:ENGINE_TENSOR[:faults]...      (under RANK, WORLD_SIZE, ...)
+    python sync_ranks.py FOLDER dies MODEL                           the last rank does, in the middle of a sync
+    python sync_ranks.py FOLDER bf16 MODEL...                        engines of one rank, one sync each
 
 The "trainer" is a plain holder of Megatron-named parameters, filled through the slices; the oracle is the
 transformers model. Prints nothing; leaves FOLDER/rank_<r>.json with what it saw.
@@ -426,10 +426,10 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         dies(folder, cases[1])
     seen: dict = {}
     for case in cases:
-        name, _, tensor = case.partition(":")
+        name, tensor, *with_faults = case.split(":")
         launch = Launch(folder, name, int(tensor))
         seen[name] = syncs(launch)
-        if case == cases[0]:
+        if with_faults:
             seen["faults"] = faults(launch)
         launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))

@@ -29,21 +29,24 @@ MORE = [
 ]
 
 
-def launch(folder: Path, world: int, models: dict[str, int]) -> list[dict]:
-    run_ranks(RANKS, world, str(folder), *(f"{name}:{tensor}" for name, tensor in models.items()))
+def launch(folder: Path, world: int, models: dict[str, int], *, faults: bool = False) -> list[dict]:
+    """With `faults`, some are planted in the first model."""
+    cases = [f"{name}:{tensor}" for name, tensor in models.items()]
+    cases[0] += ":faults" * faults
+    run_ranks(RANKS, world, str(folder), *cases)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> list[dict]:
     """4 ranks: two replicas."""
-    return launch(tmp_path_factory.mktemp("four"), 4, FOUR)
+    return launch(tmp_path_factory.mktemp("four"), 4, FOUR, faults=True)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[dict]:
     """2 ranks: one replica or two."""
-    return launch(tmp_path_factory.mktemp("two"), 2, TWO)
+    return launch(tmp_path_factory.mktemp("two"), 2, TWO, faults=True)
 
 
 def check_model(seen: list[dict], name: str) -> None:
