@@ -21,9 +21,11 @@ fi
 say() { echo "[install $((SECONDS))s] $*"; }
 fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
 
+# On a GPU, the Megatron-Core of Python 3.12 (0.19), whose Transformer Engine is the pinned one
+if [ "$extra" = gpu ]; then versions="python3.12 python3.11 python3.13"; else versions="python3.11 python3.12 python3.13"; fi
 find_python() { # the first interpreter that runs; a command may exist but fail to start
   local name
-  for name in ${MEGARL_PYTHON:-} python3.11 python3.12 python3.13 python3; do
+  for name in ${MEGARL_PYTHON:-} $versions python3; do
     if "$name" -c 'import ensurepip, sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$name"; return
     fi
@@ -56,7 +58,8 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >>"$log" 2>&1; 
 install() { pip install --no-compile "$@"; }
 uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@" >>"$log" 2>&1; }
 explain() { tail -n 5 "$log" >&2; fail "$1; full log: $log" "$2"; }
-online="check the network and the disk ($(df -h . | awk 'NR==2 {print $4}') free, about 6 GB are needed), then run this again"
+if [ "$extra" = gpu ]; then needed="12 GB"; else needed="6 GB"; fi
+online="check the network and the disk ($(df -h . | awk 'NR==2 {print $4}') free, about $needed are needed), then run this again"
 
 has_torch() { .venv/bin/python -c 'import importlib.metadata as m; assert m.version("torch").startswith("2.13.0")' 2>/dev/null; }
 
@@ -82,6 +85,10 @@ install_cpu() {
 }
 
 install_gpu() {
+  # Triton compiles a small C module at the first run of vLLM's sampler
+  command -v gcc >/dev/null || fail "no gcc, which Triton needs" "install gcc (build-essential), or use docker/Dockerfile"
+  .venv/bin/python -c 'import pathlib, sysconfig; assert (pathlib.Path(sysconfig.get_path("include")) / "Python.h").is_file()' 2>/dev/null ||
+    fail "no Python.h, which Triton and Transformer Engine need" "install the headers of $python (${python}-dev), or use docker/Dockerfile"
   say "torch and vLLM for CUDA"
   install torch==2.14.0 vllm==0.33.0 setuptools wheel ninja || explain "torch or vLLM cannot be installed" "$online"
   say "Megatron-Core and Transformer Engine, whose PyTorch extension is compiled here (takes many minutes)"

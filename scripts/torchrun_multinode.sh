@@ -15,11 +15,15 @@ cd "$(dirname "$0")/.."
 : "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
 [ $# -ge 1 ] || { echo "usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. $0 CONFIG [key=value ...]" >&2; exit 2; }
 NPROC="${NPROC:-$(nvidia-smi -L 2>/dev/null | wc -l)}" # ranks per node: one per GPU
+[ "$NPROC" -gt 0 ] || NPROC=1
+# torchrun would give each rank one core, too few for Adam on the host, offloading and checksums
+threads=$(($(nproc) / NPROC))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 
 # the repository's own environment; in the container of docker/Dockerfile set PYTHON=python
 python=${PYTHON:-.venv/bin/python}
 
 exec "$python" -m torch.distributed.run \
-  --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$((NPROC > 0 ? NPROC : 1))" \
+  --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
   --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
   -m megarl.cli train "$@"

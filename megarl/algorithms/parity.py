@@ -63,14 +63,15 @@ class Quantiles:
         return f"median {self.median:.3g}, 90% below {self.p90:.3g}"
 
 
-def rounding_floor(logprobs_K: Tensor, noise_DK: Tensor) -> Quantiles:
-    """What trainer and engine differ by if both are correct.
+def rounding_floor(x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22) -> Quantiles:
+    """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
 
     Args:
         noise_DK: [draws, K], the trainer with planted rounding errors minus itself. Both sides round, so the floor has
-            twice its variance, and fp32 log-probs are themselves rounded.
+            twice its variance.
+        eps: relative rounding of `x_K` itself; the default is that of fp32 log-probs.
     """
-    noise, rounding = Quantiles.of(noise_DK * 2**0.5), 2**-22 * float(logprobs_K.double().abs().mean())
+    noise, rounding = Quantiles.of(noise_DK * 2**0.5), eps * float(x_K.double().abs().mean())
     return Quantiles(noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.collate import token_batch
 from megarl.data.packing import plan_microbatches
-from megarl.debug.layer_probe import probe_layers
+from megarl.debug.sublayers import record_outputs, transformer_layers
 from megarl.layout import Layout, Parallel
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
@@ -71,7 +71,8 @@ def check_layouts(
     results = []
     for text in layouts:
         trainer = build(Layout.of(parse_layout(text), world, rank))
-        with probe_layers(trainer, batch) as layers:
+        numbers = [str(number) for number in range(trainer.shape.layers)]
+        with record_outputs(trainer, batch, transformer_layers(trainer), numbers) as layers:
             logprobs_T = trainer.forward(batch).logprobs_T
         assert logprobs_T is not None
         plan = plan_microbatches(batch, trainer.layout, trainer.train)

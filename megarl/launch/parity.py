@@ -13,23 +13,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import FORMAT_EPS, Excess, Quantiles, compare, explain, rounding_floor
+from megarl.algorithms.parity import FORMAT_EPS, Excess, Parity, Quantiles, compare, explain, rounding_floor
 from megarl.data.collate import token_batch
 from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, ScoredBatch, TokenBatch
+from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.transports import Transport
 
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 32  # that the engine adds to each
 DRAWS = 4  # of rounding errors
+CAUSE_ROWS = 8
 
 
 class ProbedEngine(Protocol):
     """The engine of this rank: rollout.engine.Engine."""
 
+    @property
+    def is_asleep(self) -> bool: ...
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
     def score(self, rows: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class FindsCause(Protocol):
+    """debug.parity_cause.CauseSearch.find: names what differs in a few rows; a collective."""
+
+    def __call__(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,23 @@ class Measured:
     floor: Quantiles
 
 
+def rounding_of(trainer: Trainer) -> float:
+    """Returns the relative rounding error of a sublayer's output."""
+    dtype = trainer.train.dtype
+    return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
+
+
+def first_rows(batch: TrainBatch, count: int) -> tuple[TokenBatch, Tensor]:
+    """Returns the first rows of a batch, and their rollout log-probs [T]."""
+    cu_seqlens = batch.cu_seqlens[: count + 1]
+    end = int(cu_seqlens[-1])
+    few = TokenBatch(batch.tokens[:end], batch.labels[:end], batch.mask[:end], cu_seqlens, batch.temperature)
+    return few, batch.rollout_logprobs[:end]
+
+
 def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
     """A collective of the trainer's ranks: one forward pass, and DRAWS with rounding errors."""
-    dtype = "tf32" if trainer.train.dtype == "fp32" and trainer.device.type == "cuda" else trainer.train.dtype
+    eps = rounding_of(trainer)
 
     def logprobs() -> Tensor:
         logprobs_T = trainer.forward(batch).logprobs_T
@@ -51,7 +74,7 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
 
     exact_K, noise = logprobs(), []
     for draw in range(DRAWS):
-        with rounding_errors(trainer.model, FORMAT_EPS[dtype], seed=draw * trainer.layout.world + trainer.layout.rank):
+        with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
             noise.append(logprobs() - exact_K)
     return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise)))
 
@@ -68,20 +91,23 @@ class ParityChecks:
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
     is_moe: bool = False
+    find: FindsCause | None = None
     floor: Quantiles | None = None  # as last measured
 
     def check(self) -> None:
         """publish.Probe."""
-        worst = max(self.probe(), key=lambda excess: (excess.statistic, excess.found.max))
+        batch, found = self.probe()
+        worst = max(found, key=lambda excess: (excess.statistic, excess.found.max))
         if not (worst.is_explained if self.max_diff is None else worst.found.max <= self.max_diff):
+            cause = self.find(batch, worst.floor) if self.find else None
             raise CheckFailed(
                 f"after the weight sync the engine's log-probs differ from the trainer's by up to "
                 f"{worst.found.max:.3g}, although every byte arrived: it repacks weights incorrectly or computes "
-                f"something else; {self._bound(worst)}"
+                f"something else; {self._bound(worst)}{f'; cause: {cause}' if cause else ''}"
             )
 
-    def probe(self) -> list[Excess]:
-        """A collective. Returns the comparison with each rank of the engine, on every rank.
+    def probe(self) -> tuple[TokenBatch, list[Excess]]:
+        """A collective. Returns the rows and the comparison with each rank of the engine, on every rank.
 
         The engine continues the prompts, so that the tokens are likely ones: in the tail of the distribution, where
         random tokens lie, low precision is at its worst. Both sides score them at temperature 1.
@@ -102,7 +128,7 @@ class ParityChecks:
         if self.engine:
             scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
             found = Quantiles.of(logprobs_K - scores_K)
-        return [Excess(each, floor) for each in self.transport.gather(found) if each is not None]
+        return batch, [Excess(each, floor) for each in self.transport.gather(found) if each is not None]
 
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
@@ -122,9 +148,19 @@ class ParityChecks:
             f"log-probs of trainer and engine differ by {parity.max:.3g} at most and {parity.mean:.3g} on average "
             f"({self._bound(excess)}); worst: row {parity.row}, sampled token {parity.position}, "
             f"trainer {parity.trainer:.6g}, engine {parity.engine:.6g}; "
-            f"{explain(parity, is_moe=self.is_moe, temperature=batch.temperature)}. "
+            f"{self._cause(batch, parity)}. "
             "Nothing was updated; set checks.max_logprob_diff only if you know why they differ"
         )
+
+    def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
+        """Found on the first rows; guessed from the distribution of differences where the engine cannot compute."""
+        guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
+        can_find = self.find is not None and self.measure is not None
+        if not can_find or any(self.transport.gather(self.engine is not None and self.engine.is_asleep)):
+            return f"{guess}; `megarl check --parity` looks for the cause"
+        assert self.find and self.measure
+        few, logprobs_T = first_rows(batch, CAUSE_ROWS)
+        return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"
 
     def _bound(self, excess: Excess) -> str:
         return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"

@@ -3,10 +3,11 @@ tensors at its boundaries.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
-    sync      begins: the engine's weights wake;           ends: the trainer is offloaded, the engine's cache wakes
+    sync      begins: both sides' weights are onloaded;    ends: the trainer is offloaded, the engine's cache wakes
 
-So the optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and
-nothing sleeps (train.offload, rollout.sleep_level).
+The first phase is a sync; before it the trainer is offloaded and the engine sleeps (run_rl.train_policy). So the
+optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and nothing
+sleeps (train.offload, rollout.sleep_level).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class TimedPhases:
     @contextmanager
     def sync(self) -> Iterator[None]:
         with self._measured("sync"):
+            self.trainer.onload_weights()
             if self.engine is not None:
                 self.engine.wake("weights")
             yield

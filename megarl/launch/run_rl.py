@@ -18,9 +18,18 @@ from megarl.config.schema import Config, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
+from megarl.debug.parity_cause import CauseSearch
 from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import PROBE_PROMPTS, PROBE_TOKENS, ParityChecks, measure_logprobs
+from megarl.launch.parity import (
+    CAUSE_ROWS,
+    PROBE_PROMPTS,
+    PROBE_TOKENS,
+    ParityChecks,
+    first_rows,
+    measure_logprobs,
+    rounding_of,
+)
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
@@ -38,25 +47,25 @@ from megarl.stages.evaluation import Evaluation, ProblemSet
 from megarl.stages.rl import RlRun, train
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, Sample
+from megarl.types import CheckFailed, Prompt, Sample, TrainBatch
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 PARITY_PROMPTS = 8
+ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
 Span = Callable[[str], AbstractContextManager[None]]
 
 
 def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl train` of stage rl on this rank."""
     with open_rank(config, env, phase) as rank:
-        export(rank, train_policy(rank, make_engine(rank)))
+        export(rank, train_policy(rank, make_engine))
 
 
 def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     with open_rank(config, env, phase) as rank:
-        engine = make_engine(rank)
-        trainer = make_trainer(rank)
-        _publisher(rank, trainer, engine, _parity(rank, trainer, engine)).publish(version=0)
+        trainer, engine = _trainer_and_engine(rank)
+        publisher(rank, trainer, engine, parity_checks(rank, trainer, engine)).publish(version=0)
         evaluation = _evaluation(rank, _exchange(rank, engine), every=1)
         evaluation.forget(0)
         evaluation.run(0)
@@ -65,10 +74,10 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
 def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
     with open_rank(config, env, phase) as rank:
-        engine, trainer = make_engine(rank), make_trainer(rank)
-        parity = _parity(rank, trainer, engine)
-        report = _publisher(rank, trainer, engine, parity).publish(version=0)
-        worst = max(parity.probe(), key=lambda excess: excess.statistic)
+        trainer, engine = _trainer_and_engine(rank)
+        parity = parity_checks(rank, trainer, engine)
+        report = publisher(rank, trainer, engine, parity).publish(version=0)
+        worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
         if env.is_main:
             kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
             print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
@@ -80,11 +89,10 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
     checks = config.checks.model_copy(update={"max_logprob_diff": math.inf})  # the verdict is given here
     with open_rank(config.model_copy(update={"checks": checks}), env, phase) as rank:
-        engine, trainer = make_engine(rank), make_trainer(rank)
-        _publisher(rank, trainer, engine, _parity(rank, trainer, engine)).publish(version=0)
-        exchange = replace(_exchange(rank, engine), rewards=_Unscored())
-        rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
-        batch = collate(rollout.groups, temperature=config.rollout.temperature)
+        trainer, engine = _trainer_and_engine(rank)
+        parity = parity_checks(rank, trainer, engine)
+        publisher(rank, trainer, engine, parity).publish(version=0)
+        batch = parity_batch(rank, engine)
         measured = measure_logprobs(trainer, batch)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
         excess = Excess(found, measured.floor)
@@ -94,7 +102,19 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
             print(f"floor      {measured.floor}")
             print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
         if not excess.is_explained:
-            raise CheckFailed(f"trainer and engine differ by more than rounding explains; {excess}")
+            assert parity.find
+            few, logprobs_T = first_rows(batch, CAUSE_ROWS)
+            cause = parity.find(few, measure_logprobs(trainer, few).floor, logprobs_T)
+            raise CheckFailed(
+                f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
+            )
+
+
+def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
+    """A few prompts, sampled as in a run and not scored."""
+    exchange = replace(_exchange(rank, engine), rewards=_Unscored())
+    rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+    return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
 class _Unscored:
@@ -104,25 +124,41 @@ class _Unscored:
         return [replace(sample, reward=0.0) for sample in samples]
 
 
-def train_policy(rank: Rank, engine: Engine) -> Trainer:
-    """Run the loop from the start, or from a checkpoint, to the last step; returns the trained policy."""
+def _trainer_and_engine(rank: Rank) -> tuple[Trainer, Engine]:
+    """For commands that do not train: the trainer keeps its weights, and only these, on the device."""
+    trainer = make_trainer(rank)
+    trainer.memory.offload_all()
+    engine = make_engine(rank)
+    trainer.memory.onload_weights()
+    return trainer, engine
+
+
+def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
+    """Runs the loop from the start, or from a checkpoint, to the last step; returns the trained policy.
+
+    The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
+    keep on the device what they do not need together.
+    """
     config, trainer, prompts = rank.config, make_trainer(rank), make_prompts(rank)
     objective = Objective(config.algorithm, config.rollout.max_tokens)
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
     checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
     start, state = checkpoint.restore(config.checkpoint.resume)
+    trainer.memory.offload_all()
+    engine = start_engine(rank)
+    engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
         span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
         evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
         evaluation.forget(start)
-        is_masked, parity = config.algorithm.truncated == "mask", _parity(rank, trainer, engine)
+        is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
         run = RlRun(
             prompts=prompts,
             rollouts=_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=replace(learner, span=span),
             objective=objective,
-            weights=_publisher(rank, trainer, engine, parity),
+            weights=publisher(rank, trainer, engine, parity),
             evaluation=evaluation,
             checks=parity,
             phases=TimedPhases(span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase),
@@ -167,6 +203,7 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         member=Axis(size, env.rank % size),
         device=rank.device.torch,
         span=span,
+        meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
     )
 
 
@@ -211,7 +248,7 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
     )
 
 
-def _parity(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
+def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     config = rank.config
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
     longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
@@ -224,10 +261,11 @@ def _parity(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         max_diff=config.checks.max_logprob_diff,
         always=config.checks.probe == "always",
         is_moe=rank.shape.is_moe,
+        find=CauseSearch(trainer, engine, rank.transport, rounding_of(trainer)).find,
     )
 
 
-def _publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))

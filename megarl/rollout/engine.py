@@ -91,6 +91,7 @@ class Engine:
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
                 enforce_eager=eager,
+                moe_backend=_moe_backend(),
                 # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
                 enable_chunked_prefill=False if on_cpu else None,
                 enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
@@ -197,6 +198,45 @@ class Engine:
             for row, output in zip(prompts, outputs, strict=True)
         ]
 
+    def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
+        log-prob [L - 1] fp32 at temperature 1."""
+        from vllm import SamplingParams
+
+        prompts = [row.tolist() for row in rows]
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        outputs = self._uncommitted(prompts, [params] * len(prompts))
+        best = [
+            [next((token, entry[token].logprob) for token in entry if entry[token].rank == 1) for entry in each[1:]]
+            for each in (output.prompt_logprobs or [] for output in outputs)
+        ]
+        return [(torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best]
+
+    def states(
+        self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection.
+
+        Returns {} if the engine is compiled: nothing can be seen inside.
+        """
+        if not self._eager:
+            return {}
+        from megarl.rollout.sublayers import engine_sublayers, record_states
+
+        modules = engine_sublayers(self._llm.apply_model(lambda model: model)[0])
+        modules = {name: module for name, module in modules.items() if names is None or name in names}
+        found: dict[str, list[Tensor]] = {name: [] for name in modules}
+        for row in rows:  # one at a time: each output has its tokens, in order
+            with record_states(modules, projection_HP) as kept:
+                self.score([row])
+            for name, outputs in kept.items():
+                found[name].append(torch.cat(outputs)[: len(row)])
+        return {name: torch.cat(outputs) for name, outputs in found.items()}
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
     def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
         self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
@@ -224,6 +264,12 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
         versions=(version, version),
         finish=FINISHES.get(answer.finish_reason, "abort"),
     )
+
+
+def _moe_backend() -> str:
+    """On Blackwell, vLLM's own choice rounds the width of experts up, and the rows it adds are no checkpoint's."""
+    is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
+    return "triton" if is_blackwell else "auto"
 
 
 def _prepare(env: Env) -> str:

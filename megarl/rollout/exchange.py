@@ -37,6 +37,7 @@ class Exchange:
     member: Axis  # this rank among those of its replica; the first one scores
     device: torch.device
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
+    meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).
@@ -79,6 +80,7 @@ class Exchange:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
             return [part]
+        self.meet()  # NCCL's watchdog would end the job if a rank waited on the device for long
         size = torch.tensor([part.numel()], device=self.device)
         sizes = torch.empty(world, dtype=torch.int64, device=self.device)
         dist.all_gather_into_tensor(sizes, size)

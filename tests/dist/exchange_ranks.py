@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,9 @@ import torch.distributed as dist
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange
 from megarl.types import CheckFailed, Prompt, Sample
+from megarl.weights.transports.collective import Collective
+
+TIMEOUT_S = 5.0  # of collectives
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,11 @@ class Request:
 class Sampler:
     drift: int = 0  # added to the first token
     calls: int = 0
+    seconds: float = 0.0
 
     def sample(self, requests, *, version):
         self.calls += len(requests)
+        sleep(self.seconds)
         return [
             Sample(
                 r.prompt.prompt_id,
@@ -57,13 +65,13 @@ class Rewards:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    rank, transport = dist.get_rank(), Collective(timeout_s=TIMEOUT_S)
 
     def exchange(sampler: Sampler, rewards: Rewards) -> Exchange:
-        return Exchange(
-            sampler, rewards, replica=Axis(2, rank // 2), member=Axis(2, rank % 2), device=torch.device("cpu")
-        )
+        replica, member = Axis(2, rank // 2), Axis(2, rank % 2)
+        meet = partial(transport.barrier, "the exchange of samples", patience=12)
+        return Exchange(sampler, rewards, replica=replica, member=member, device=torch.device("cpu"), meet=meet)
 
     requests = [Request(Prompt(p, (1,), ""), i) for p in range(3) for i in range(3)]
     sampler, rewards = Sampler(), Rewards()
@@ -81,6 +89,8 @@ def main(folder: Path) -> None:
             exchange(one, other)(requests, 8)
         except (RuntimeError, CheckFailed) as error:
             seen[name] = f"{type(error).__name__}: {error}"
+    slow = Sampler(seconds=1.5 * TIMEOUT_S if rank < 2 else 0.0)
+    seen["slow"] = len(exchange(slow, rewards)(requests, 8))
     seen["after"] = len(exchange(sampler, rewards)(requests[:1], 9))  # fewer requests than replicas; nobody is stuck
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

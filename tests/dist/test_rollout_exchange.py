@@ -33,3 +33,7 @@ def test_failures_reach_every_rank(seen):
         assert rank["broken"] == "RuntimeError: rank 2 could not sample: OSError: the scorer is gone"
         assert rank["drifted"].startswith("CheckFailed: ranks 2..3 of an engine replica sampled different tokens")
         assert rank["after"] == 1
+
+
+def test_a_replica_may_be_later_than_collectives_wait(seen):
+    assert [rank["slow"] for rank in seen] == [9] * 4

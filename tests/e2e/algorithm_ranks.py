@@ -19,6 +19,7 @@ from megarl.launch.random_model import materialize_model
 from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
+from megarl.rollout.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = ["train.lr=3e-3", "train.max_tokens_per_microbatch=4096", "train.updates_per_step=2"]
@@ -82,7 +83,13 @@ def cases(which: str) -> dict[str, list[str]]:
 def main(folder: Path, which: str) -> None:
     env = Env.read()
     dist.init_process_group("gloo")
-    device, engine = pick_device(env.local_rank), None
+    device, engines = pick_device(env.local_rank), []
+
+    def start(rank: Rank) -> Engine:
+        """The engine of the first case serves all."""
+        engines.extend([] if engines else [make_engine(rank)])
+        return engines[0]
+
     for name, overrides in cases(which).items():
         print(name, flush=True)
         if name.endswith("_resumed"):  # as if it had been stopped after two of its four steps
@@ -91,8 +98,7 @@ def main(folder: Path, which: str) -> None:
         values = [f"run.dir={folder}", f"run.name={name}", *COMMON, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / "tiny_dense.yaml", values))
         rank = Rank.of(config, env, device)
-        engine = engine or make_engine(rank)
-        train_policy(rank, engine)
+        train_policy(rank, start)
     dist.barrier()
     dist.destroy_process_group()
 

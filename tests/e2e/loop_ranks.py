@@ -18,6 +18,7 @@ from megarl.launch.random_model import materialize_model
 from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
+from megarl.rollout.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.weights.checksum import checksum
 
@@ -55,19 +56,22 @@ def main(folder: Path) -> None:
     two_commits = ["model.path=org/model", f"model.revision=commit{env.rank // 2}"]
     with pytest.raises(ValueError, match=r"model.revision is commit0 and commit1 on different nodes"):
         Rank.of(load_config(ROOT / "configs" / "tiny_dense.yaml", two_commits), env, device)
-    kept, engine = None, None
+    kept: dict[tuple[str, int], Engine] = {}  # one at most
+
+    def start(rank: Rank) -> Engine:
+        key = (rank.config.model.path or "", rank.config.rollout.tensor)
+        if key not in kept:
+            for engine in kept.values():
+                engine.close()
+            kept.clear()
+            kept[key] = make_engine(rank)
+        return kept[key]
+
     differ: dict[str, list[str]] = {}
     for name, case, overrides in CASES:
         common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=4", "train.steps=2"]
         config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
-        rank = Rank.of(config, env, device)
-        if (name, config.rollout.tensor) != kept:
-            if engine is not None:
-                engine.close()
-            engine = make_engine(rank)
-            kept = (name, config.rollout.tensor)
-        assert engine is not None
-        trainer = train_policy(rank, engine)
+        trainer = train_policy(Rank.of(config, env, device), start)
         differ[f"{name}-{case}"] = replicas_that_differ(trainer)
     if env.is_main:
         (folder / "replicas.json").write_text(json.dumps(differ))

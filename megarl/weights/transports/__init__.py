@@ -18,8 +18,11 @@ class Transport(Protocol):
         """Starts sending the flat `outgoing[rank]` and filling `incoming[rank]`; returns a function that waits."""
         ...
 
-    def barrier(self, what: str) -> None:
-        """Waits for every rank to reach `what`. Raises CheckFailed naming those that do not arrive in time."""
+    def barrier(self, what: str, *, patience: int = 1) -> None:
+        """Waits for every rank to reach `what`, on the host, `patience` times as long as for a collective.
+
+        Raises CheckFailed naming the ranks that do not arrive in time.
+        """
         ...
 
     def sum(self, values: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Collective:
 
         return wait
 
-    def barrier(self, what: str, timeout: timedelta | None = None) -> None:
-        timeout = timeout or self._timeout
+    def barrier(self, what: str, timeout: timedelta | None = None, *, patience: int = 1) -> None:
+        timeout = timeout or self._timeout * patience
         number = str(next(self._barriers))
         verdict = f"{number}/verdict"  # set once, by the last rank to arrive or the first to time out; final
         self._store.set(f"{number}/{self.rank}", "here")

@@ -16,7 +16,7 @@ class InProcess:
         assert not outgoing and not incoming, "a world of one has no peers"
         return lambda: None
 
-    def barrier(self, what: str) -> None: ...
+    def barrier(self, what: str, *, patience: int = 1) -> None: ...
 
     def sum(self, values: Tensor) -> Tensor:
         return values

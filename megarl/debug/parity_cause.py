@@ -1,0 +1,198 @@
+"""Finds where an engine differs from the trainer, by recomputing one thing at a time.
+
+    sampled tokens, scored again --they agree--> another temperature explains them, or decoding is at fault
+    first sublayer that differs by more than rounding --its output replaced by the engine's--> the next, until none does
+    log-probs still differ --> softmax, scale of the logits or output head
+
+A sublayer that had to be replaced is a cause; one that only passed a difference on agrees afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.parity import Excess, Quantiles, rounding_floor
+from megarl.debug.sublayers import fixed_projections, record_outputs, trainer_sublayers
+from megarl.trainer.rounding import rounding_errors
+from megarl.trainer.trainer import Trainer
+from megarl.types import TokenBatch
+from megarl.weights.transports import Transport
+
+MAX_REPLACED = 8
+DRAWS = 2
+TITLES = {"input_norm": "input norm", "attention": "attention", "mlp_norm": "norm before the MLP", "mlp": "MLP"}
+X = TypeVar("X")
+
+
+class SeenEngine(Protocol):
+    """rollout.engine.Engine."""
+
+    def score(self, rows: Sequence[Tensor]) -> list[Tensor]: ...
+    def best(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
+    def states(
+        self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class CauseSearch:
+    """The methods are collectives of all ranks and return the same on each."""
+
+    trainer: Trainer
+    engine: SeenEngine | None  # of this rank
+    transport: Transport
+    eps: float  # relative rounding error of a sublayer
+
+    def find(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None:
+        """Returns the cause, as the end of a sentence; None if it is not found.
+
+        Args:
+            batch: a few rows; `rollout_logprobs_T` is what the engine sampled them with, at the batch's temperature.
+            floor: what rounding explains on these tokens.
+        """
+        batch_1 = replace(batch, temperature=1.0)
+        logprobs_T = self._run(batch_1).logprobs_T
+        scored = [None if x is None else Excess(_diff(batch_1, logprobs_T - x), floor) for x in self._scores(batch_1)]
+        rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic if scored[rank] else -1.0)  # type: ignore[union-attr]
+        if not scored[rank].is_explained:  # type: ignore[union-attr]
+            return self._of_model(batch_1, floor, rank)
+        if rollout_logprobs_T is None:
+            return None
+        if temperature := self._fitted_temperature(batch, rollout_logprobs_T):
+            return (
+                f"the sampling settings: the engine sampled at temperature {temperature:.2g}, "
+                f"the trainer divides logits by {batch.temperature:g}"
+            )
+        return "decoding: scored again from the start, these tokens agree; positions, KV cache or sampling settings"
+
+    def _fitted_temperature(self, batch: TokenBatch, rollout_logprobs_T: Tensor) -> float | None:
+        """Returns the temperature that explains most of the difference, None if none does."""
+
+        def off_by(log2: float) -> float:
+            at = replace(batch, temperature=batch.temperature * 2**log2)
+            return _diff(batch, self._run(at).logprobs_T - rollout_logprobs_T).median
+
+        best, width, unfitted = 0.0, 1.0, off_by(0.0)
+        for _ in range(4):
+            tried = {x: off_by(x) for x in torch.linspace(best - width, best + width, 7).tolist()}
+            best, width = min(tried, key=lambda x: tried[x]), width / 3
+        return batch.temperature * 2**best if off_by(best) < 0.2 * unfitted else None
+
+    def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
+        """Names the sublayers of the engine on `rank` that differ on their own, then the head if it does."""
+        rows = _rows(batch)
+        seen = self._of_engine(rank, lambda engine: engine.states(rows, fixed_projections(self.trainer.shape.hidden)))
+        has = set().union(*self.transport.gather(list(trainer_sublayers(self.trainer))))
+        names = [name for name in seen if name in has]
+        if not names:
+            return None
+        exact = states = self._run(batch, names)
+        noisy = [self._run(batch, names, draw=draw).outputs_NT8 for draw in range(DRAWS)]
+        noise_DNT = torch.stack([(each - exact.outputs_NT8).norm(dim=2) for each in noisy])
+        floors = [
+            rounding_floor(exact_T8.norm(dim=1), noise_DT, eps=self.eps)
+            for exact_T8, noise_DT in zip(exact.outputs_NT8, noise_DNT.unbind(1), strict=True)
+        ]
+        replaced: dict[str, Tensor] = {}
+        first = 0
+        while len(replaced) < MAX_REPLACED:
+            diffs = [Quantiles.of((states.outputs_NT8[n] - seen[name]).norm(dim=1)) for n, name in enumerate(names)]
+            off = [n for n in range(first, len(names)) if not Excess(diffs[n], floors[n]).is_explained]
+            if not off:
+                break
+            name, first = names[off[0]], off[0] + 1
+            replaced |= self._of_engine(rank, lambda engine, name=name: engine.states(rows, None, [name]))
+            states = self._run(batch, names, replaced=replaced)
+        parts = _titles(list(replaced))
+        if len(replaced) == MAX_REPLACED:
+            return f"{parts} and more: the engine's weights are not the trainer's"
+        head = self._of_head(batch, floor, rank, replaced, states.logprobs_T)
+        return ", ".join(filter(None, [parts, head])) or None
+
+    def _of_head(
+        self, batch: TokenBatch, floor: Quantiles, rank: int, replaced: Mapping[str, Tensor], logprobs_T: Tensor
+    ) -> str:
+        """Compares the label with the likeliest token: their distance does not depend on the softmax's sum."""
+        rows = _rows(batch)
+        scores_T = _padded(self._of_engine(rank, lambda engine: engine.score(rows)))
+        if Excess(_diff(batch, logprobs_T - scores_T), floor).is_explained:
+            return ""
+        best = self._of_engine(rank, lambda engine: engine.best(rows))
+        best_T, best_scores_T = _padded([tokens for tokens, _ in best]), _padded([scores for _, scores in best])
+        best_logprobs_T = self._run(replace(batch, labels=best_T), replaced=replaced).logprobs_T
+        is_other_T = batch.mask & (batch.labels != best_T)
+        trainer_K = (logprobs_T - best_logprobs_T)[is_other_T].double()
+        engine_K = (scores_T - best_scores_T)[is_other_T].double()
+        scale = float(trainer_K @ engine_K / (trainer_K @ trainer_K).clamp(min=1e-30))
+        twice = replace(floor, median=2 * floor.median, p90=2 * floor.p90)
+        if Excess(Quantiles.of(engine_K - trainer_K), twice).is_explained:
+            return "the softmax: logits agree, their sum does not; does one side include a padded vocabulary?"
+        if Excess(Quantiles.of(engine_K - scale * trainer_K), twice).is_explained:
+            return f"the scale of the logits: the engine's are {scale:.3g} times the trainer's"
+        return "the output head"
+
+    def _run(
+        self,
+        batch: TokenBatch,
+        names: Sequence[str] = (),
+        *,
+        draw: int | None = None,
+        replaced: Mapping[str, Tensor] | None = None,
+    ) -> _Run:
+        """One forward pass; with `draw`, planted rounding errors."""
+        names = names or list(replaced or {})
+        layout = self.trainer.layout
+        noise = (
+            rounding_errors(self.trainer.model, self.eps, seed=draw * layout.world + layout.rank)
+            if draw is not None
+            else nullcontext()
+        )
+        modules = trainer_sublayers(self.trainer)
+        with noise, record_outputs(self.trainer, batch, modules, names, replaced) as outputs_NT8:
+            logprobs_T = self.trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        return _Run(logprobs_T, outputs_NT8)
+
+    def _scores(self, batch: TokenBatch) -> list[Tensor | None]:
+        """[T] of each rank that has an engine."""
+        return self.transport.gather(_padded(self.engine.score(_rows(batch))) if self.engine else None)
+
+    def _of_engine(self, rank: int, compute: Callable[[SeenEngine], X]) -> X:
+        """All engines compute, because those of one replica must; returns what `rank` found."""
+        found = compute(self.engine) if self.engine else None
+        return self.transport.gather(found if self.transport.rank == rank else None)[rank]
+
+
+@dataclass(frozen=True)
+class _Run:
+    logprobs_T: Tensor
+    outputs_NT8: Tensor
+
+
+def _rows(batch: TokenBatch) -> list[Tensor]:
+    return list(batch.tokens.split(batch.cu_seqlens.diff().tolist()))
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Flattens what an engine returns for each row from its second token on; 0 at the end of each row."""
+    return torch.cat([torch.cat([row, row.new_zeros(1)]) for row in rows])
+
+
+def _diff(batch: TokenBatch, diff_T: Tensor) -> Quantiles:
+    return Quantiles.of(diff_T[batch.mask])
+
+
+def _titles(names: Sequence[str]) -> str:
+    """["embedding", "layers.3.attention", "layers.3.mlp"] -> "embedding, layer 3 (attention, MLP)"."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        _, number, part = name.split(".") if "." in name else ("", "", name)
+        title = f"layer {number}" if number else part.replace("_", " ")
+        found.setdefault(title, []).extend([TITLES[part]] if number else [])
+    return ", ".join(f"{title} ({', '.join(parts)})" if parts else title for title, parts in found.items())

@@ -1,0 +1,112 @@
+"""Records the outputs of modules of the trainer, independent of the layout, and replaces them.
+
+module of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, P] --scatter by batch position--> [modules, T, P]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from megarl.trainer.microbatch import Microbatch
+from megarl.trainer.trainer import Trainer
+from megarl.types import TokenBatch
+
+NUM_PROJECTIONS = 8
+
+
+def fixed_projections(hidden: int) -> Tensor:
+    """Returns [H, 8] fp64, the same on every rank. They keep the scale of a vector."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(hidden, NUM_PROJECTIONS, generator=random, dtype=torch.float64) / hidden**0.5
+
+
+def transformer_layers(trainer: Trainer) -> dict[str, nn.Module]:
+    """Returns the layers of this rank's stage by their number in the model, from 0."""
+    modules = [module for chunk in trainer.model for module in chunk.modules()]
+    return {str(x.layer_number - 1): x for x in modules if isinstance(x, TransformerLayer)}
+
+
+def trainer_sublayers(trainer: Trainer) -> dict[str, nn.Module]:
+    """Returns those of this rank's stage under the names of rollout.sublayers, without norms that Transformer Engine
+    fuses into the projection that follows."""
+    found: dict[str, nn.Module] = {}
+    for name, module in ((name, module) for chunk in trainer.model for name, module in chunk.named_modules()):
+        if isinstance(module, LanguageModelEmbedding):
+            found["embedding"] = module
+        elif name.endswith("final_layernorm"):
+            found["final_norm"] = module
+    for number, layer in transformer_layers(trainer).items():
+        found |= {
+            f"layers.{number}.input_norm": layer.input_layernorm,
+            f"layers.{number}.attention": layer.self_attention,
+            f"layers.{number}.mlp_norm": layer.pre_mlp_layernorm,
+            f"layers.{number}.mlp": layer.mlp,
+        }
+    return {name: module for name, module in found.items() if not isinstance(module, IdentityOp)}
+
+
+@contextmanager
+def record_outputs(
+    trainer: Trainer,
+    batch: TokenBatch,
+    modules: Mapping[str, nn.Module],
+    names: Sequence[str],
+    replaced: Mapping[str, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """A context manager for one call of `trainer.forward(batch)`.
+
+    Args:
+        modules: those of this rank; `names` has those of all ranks.
+        replaced: [T, H], used instead of the output of a module.
+
+    Yields [names, T, 8] fp64 on the CPU, filled when the context exits, the same on every rank.
+    """
+    projection_H8 = fixed_projections(trainer.shape.hidden)
+    outputs_NT8 = torch.zeros(len(names), batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
+    microbatches, tensor = trainer.microbatches(batch), trainer.layout.tp
+
+    def attach(name: str, row: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        remaining, replacement_TH = iter(microbatches), (replaced or {}).get(name)
+
+        def hook(_module: nn.Module, _inputs: object, output: Any) -> Any:
+            x, *rest = output if isinstance(output, tuple) else (output,)  # rest: a bias still to be added, or None
+            bias = next((each for each in rest if each is not None), torch.zeros_like(x[..., :1]))
+            is_split = trainer.model[0].config.sequence_parallel and tensor.size > 1
+            full_QH = (x + bias).detach().flatten(0, 1)
+            if is_split:
+                full_QH = gather_from_sequence_parallel_region(full_QH, tensor_parallel_output_grad=False)
+            is_real_Q, index = _positions(next(remaining))
+            if replacement_TH is not None:
+                full_QH[is_real_Q] = replacement_TH[index].to(full_QH)
+                x = (full_QH.chunk(tensor.size)[tensor.rank] if is_split else full_QH).view_as(x) - bias
+            if tensor.first:
+                outputs_NT8[row, index] = full_QH[is_real_Q].cpu().double() @ projection_H8
+            return (x, *rest) if isinstance(output, tuple) else x
+
+        return module.register_forward_hook(hook)
+
+    hooks = [attach(name, row, modules[name]) for row, name in enumerate(names) if name in modules]
+    try:
+        yield outputs_NT8
+    finally:
+        for hook in hooks:
+            hook.remove()
+    total = outputs_NT8.to(trainer.device)
+    dist.all_reduce(total)
+    outputs_NT8.copy_(total)
+
+
+def _positions(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Returns which positions [Q] are not padding, and where they lie in the batch."""
+    is_real_Q = microbatch.source >= 0
+    return is_real_Q, microbatch.rows.index[microbatch.source[is_real_Q]]

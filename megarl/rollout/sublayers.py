@@ -1,0 +1,58 @@
+"""Records the outputs of the sublayers of a vLLM model that runs eagerly.
+
+embedding, layers.<n>.input_norm, .attention, .mlp_norm, .mlp, ..., final_norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARTS = {
+    "input_norm": ("input_layernorm",),
+    "attention": ("self_attn", "attn"),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp": ("mlp", "block_sparse_moe"),
+}
+ENDS = {"embedding": ("embed_tokens", "embedding"), "final_norm": ("norm",)}
+
+
+def engine_sublayers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the sublayers of the families that megarl has tables for, in the order in which they run."""
+    decoder = model.get_submodule("model")
+    found = {"embedding": _child(decoder, ENDS["embedding"])}
+    for number, layer in enumerate(decoder.get_submodule("layers").children()):
+        found |= {f"layers.{number}.{part}": _child(layer, names) for part, names in PARTS.items()}
+    found["final_norm"] = _child(decoder, ENDS["final_norm"])
+    return {name: module for name, module in found.items() if module is not None}
+
+
+@contextmanager
+def record_states(modules: Mapping[str, nn.Module], projection_HP: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
+    """Yields the outputs of each call, [tokens, P], or [tokens, H] without a projection, on the CPU."""
+    kept: dict[str, list[Tensor]] = {name: [] for name in modules}
+
+    def attach(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def hook(_module: nn.Module, _inputs: object, output: Any) -> None:
+            x_QH: Tensor = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+            # copied at once: the next fused norm overwrites it
+            kept[name].append(
+                x_QH.to("cpu", copy=True) if projection_HP is None else x_QH.cpu().double() @ projection_HP
+            )
+
+        return module.register_forward_hook(hook)
+
+    hooks = [attach(name, module) for name, module in modules.items()]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    return next((child for name, child in module.named_children() if name in names), None)
