@@ -1,7 +1,7 @@
 """Where parity draws the line: healthy starts and runs stay below its bound, planted faults lie above and are named.
 
     python -m benchmarks.parity [--only TEXT] [--real models/SmolLM2-135M-Instruct]      about 40 minutes on two cores
-    python -m benchmarks.parity --faults CONFIG KEY=VALUE ...                            the faults of one model, as JSON
+    python -m benchmarks.parity --faults CONFIG KEY=VALUE ...                           the faults of one model, as JSON
 
 healthy   `megarl check CONFIG --sync` of tiny and real models, dense and experts, fp32 and bf16, in several layouts and
           seeds: the probe's statistic over its bound, at most 0.5. Training: the largest of all steps.

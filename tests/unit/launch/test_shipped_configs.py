@@ -1,0 +1,123 @@
+"""Every config of the repository can start: a dry run, or a plan where it is split; and its memory adds up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import Create
+from megarl.launch.random_model import create_model
+from megarl.layout import Layout
+from megarl.models.registry import megatron_table, padded_vocab, read_model
+from megarl.models.shards import slices_of
+from tests.hub import Hub, Repo, serve_hub
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SPLIT = [file for file in CONFIGS if load_config(file, []).launch.topology == "split"]
+MODELS = {
+    "Qwen/Qwen3-8B": "qwen3_8b",
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
+}
+MATHS: list[dict[str, Any]] = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(40)]
+META = [{"query": row["problem"], "response": f"Add. The answer is: {row['answer']}"} for row in MATHS]
+CHAT = [{"context_messages": [{"role": "user", "content": row["problem"]}]} for row in MATHS]
+DATASETS = {
+    "agentica-org/DeepScaleR-Preview-Dataset": ("train.jsonl", MATHS),
+    "HuggingFaceH4/MATH-500": ("test.jsonl", MATHS[:5]),
+    "HuggingFaceH4/aime_2024": ("train.jsonl", MATHS[:5]),
+    "meta-math/MetaMathQA": ("train.jsonl", META),
+    "OpenRLHF/prompt-collection-v0.1": ("train.jsonl", CHAT),
+}
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking %}<think>{% endif %}"
+NUMBER = r"\d[\d.]*"
+SUM = re.compile(rf"({NUMBER}(?: [x/+] {NUMBER})+)(?: staged)?(?: +=|  ) *({NUMBER})")
+PROGRAM = """
+import json, sys
+from megarl.cli import main
+sys.exit(sum(main(["train", *each, "--dry-run"]) != 0 for each in json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    tiny = create_model(Create(), tmp_path_factory.mktemp("tokenizer"))
+    settings = json.loads((tiny / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    tokenizer = {"tokenizer.json": (tiny / "tokenizer.json").read_bytes()}
+    tokenizer["tokenizer_config.json"] = json.dumps(settings).encode()
+    models = {
+        name: Repo(tokenizer | {"config.json": (ROOT / "configs" / "models" / folder / "config.json").read_bytes()})
+        for name, folder in MODELS.items()
+    }
+    datasets = {
+        name: Repo({file: "".join(json.dumps(row) + "\n" for row in rows).encode()})
+        for name, (file, rows) in DATASETS.items()
+    }
+    with serve_hub(models, datasets) as hub:
+        yield hub
+
+
+def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
+    model = create_model(Create(), tmp_path / "model")  # in place of what a script or an earlier run makes
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    runs = []
+    for file in CONFIGS:
+        path = load_config(file, []).model.path
+        is_made = path is not None and path not in MODELS
+        runs += [[str(file), f"run.dir={tmp_path}", *([f"model.path={model}"] if is_made else [])]]
+    runs = [run for run in runs if Path(run[0]) not in SPLIT]
+    assert len(runs) >= 10
+    command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
+    done = subprocess.run(command, cwd=ROOT, env=hub.env(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("processes  ") == len(runs)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ROOT / "configs" / f"{name}.yaml"
+        for name in (
+            "qwen3_8b_8gpu",
+            "qwen3_30b_a3b_8gpu",
+            "qwen3_235b_a22b_64gpu",
+        )
+    ],
+    ids=lambda file: file.stem,
+)
+def test_memory_of_the_comment_adds_up(file: Path) -> None:
+    config, text = load_config(file, []), file.read_text()
+    assert config.model.path is not None
+    shape, world = read_model(ROOT / "configs" / "models" / MODELS[config.model.path]), config.launch.processes
+    assert world is not None
+    vocab = padded_vocab(shape.vocab, config.parallel.tensor)
+    table, largest, experts = megatron_table(shape, spec="te", padded_vocab=vocab), 0, 0
+    for rank in range(world):
+        slices = slices_of(table, shape, Layout.of(config.parallel.sizes, world, rank))
+        if (total := sum(part.numel for part in slices)) > largest:
+            largest, experts = total, sum(part.numel for part in slices if ".experts." in part.name)
+    found = re.search(r"Largest rank: ([\d.]+)e9 parameters, of which ([\d.]+)(?:e9)?\s+in", text)
+    assert found and found.groups() == (f"{largest / 1e9:.2f}", f"{experts / 1e9:.2f}" if experts else "0")
+    sums = [(left, float(right)) for left, right in SUM.findall(text)]
+    print(sums)
+    assert len(sums) >= 8
+    for left, right in sums:
+        assert eval(left.replace("x", "*")) == pytest.approx(right, abs=0.06, rel=0.002), left
+
+
+@pytest.mark.parametrize("file", SPLIT, ids=lambda file: file.stem)
+def test_split_configs_say_that_split_comes_later(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "train", str(file), "--dry-run"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "launch.topology=split is not available" in done.stderr
