@@ -98,15 +98,23 @@ def run_panels(rows: Rows, evaluations: Rows) -> list[Panel]:
     held_out = _curves(evaluations, HELD_OUT, is_sparse=True, skip=2)
     parts = {key: key[7:-5] for row in rows for key in row if re.fullmatch(r"(?s)reward/.+/mean", key)}
     panels = [Panel("reward and accuracy", [*headline, *held_out])]
+    panels.append(Panel("held-out sets", _curves(evaluations, _sets(evaluations), is_sparse=True)))
     if len(parts) > 1:
         panels.append(Panel("reward by component, unweighted", _curves(rows, dict(sorted(parts.items())))))
     panels += [Panel(title, _curves(rows, metrics), scale) for title, metrics, scale in PANELS]
     return [panels[0], *(panel for panel in panels[1:] if panel.curves)]
 
 
+def _sets(evaluations: Rows) -> dict[str, str]:
+    """The metrics of eval.sets, such as aime24/mean@16 and aime24/pass@8: those with an interval."""
+    found = {key: key for row in evaluations for key in row if f"{key}/low" in row and "/" in key}
+    return {key: found[key] for key in sorted(found)}
+
+
 def compared_panels(runs: Mapping[str, tuple[Rows, Rows]]) -> list[Panel]:
     """One panel per metric, with a curve for each run: {name: (metrics, evaluations)}."""
-    shown = [(1, key, title) for key, title in HELD_OUT.items()] + [(0, key, title) for key, title in COMPARED.items()]
+    held_out = HELD_OUT | _sets([row for _, evaluations in runs.values() for row in evaluations])
+    shown = [(1, key, title) for key, title in held_out.items()] + [(0, key, title) for key, title in COMPARED.items()]
     panels = []
     for source, key, title in shown:
         curves = [

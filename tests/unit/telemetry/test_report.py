@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.telemetry.curves import COLOURS
+from megarl.telemetry.curves import COLOURS, compared_panels, run_panels
 from megarl.telemetry.report import write_comparison, write_report
 
 HOSTILE = """</pre></article><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)><!-- --><style>
@@ -129,3 +129,14 @@ def test_a_comparison_needs_two_runs_with_steps(tmp_path: Path) -> None:
             write_comparison(folders)
     with pytest.raises(FileNotFoundError, match="no finished step"):
         write_comparison([run, tmp_path / "b"])
+
+
+def test_evaluation_sets_have_a_panel_and_are_compared() -> None:
+    rows = [{"step": step, "reward/mean": 0.1} for step in range(4)]
+    interval = {"aime/mean@4": 0.1, "aime/mean@4/low": 0.0, "aime/mean@4/high": 0.2, "aime/size": 30}
+    evaluations = [{"step": step, "accuracy": 0.5, **interval} for step in (0, 4)]
+    panels = {panel.title: [curve.label for curve in panel.curves] for panel in run_panels(rows, evaluations)}
+    assert panels["held-out sets"] == ["aime/mean@4"]
+    assert "held-out sets" not in [panel.title for panel in run_panels(rows, [{"step": 0, "accuracy": 0.5}])]
+    compared = compared_panels({"one": (rows, evaluations), "two": (rows, [])})
+    assert [[c.label for c in panel.curves] for panel in compared if panel.title == "aime/mean@4"] == [["one"]]
