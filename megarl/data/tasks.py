@@ -14,6 +14,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -78,10 +79,22 @@ def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] 
         for part in task.mixture
     ] or [(1.0, task)]
     sources = []
-    for weight, part in parts:
+    for number, (weight, part) in enumerate(parts):
         others = [other for _, other in parts if other is not part]
-        sources.append(replace(load_task(part, split, [*eval_tasks, *others]), weight=weight))
+        with _errors_of(f"task.mixture[{number}]") if task.mixture else nullcontext():
+            sources.append(replace(load_task(part, split, [*eval_tasks, *others]), weight=weight))
     return tuple(sources)
+
+
+@contextmanager
+def _errors_of(where: str) -> Iterator[None]:
+    """Names the part of the config that `task.name` and `task.options` in an error stand for."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def eval_task(task: Task, part: EvalSet) -> Task:
@@ -140,12 +153,13 @@ def check_tasks(task: Task, evaluated: Eval, *, held_out: bool = False) -> Itera
         for part, other in zip(evaluated.sets, eval_tasks, strict=True)
     ]
     for key, size, other in sets:
-        sources = load_sources(other, "eval")
+        with nullcontext() if other is task else _errors_of(key.removesuffix(" has size")):
+            sources = load_sources(other, "eval")
+            for source in sources:
+                source.problem(0)
+                if source.scan:
+                    deque(source.questions(), maxlen=0)  # raises at a row that is not text
         sizes = [source.size for source in sources if source.size is not None]
-        for source in sources:
-            source.problem(0)
-            if source.scan:
-                deque(source.questions(), maxlen=0)  # raises at a row that is not text
         if len(sizes) == len(sources) and sum(sizes) < size:
             yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
 

@@ -132,8 +132,11 @@ def test_problems_of_evaluation_sets_and_other_parts_are_not_trained_on(tmp_path
     ]
     mixed = Task.model_validate({"mixture": mixture})
     evaluated = Eval.model_validate({"every": 1, "sets": [{"name": "few", "task": some, "size": 9}]})
-    with pytest.raises(ValueError, match=r"some.jsonl' has no train problems, as 4 are held out"):
+    with pytest.raises(ValueError, match=r"task.mixture\[1\]: .*some.jsonl' has no train problems, as 4 are held out"):
         list(check_tasks(mixed, evaluated))
+    absent = Eval.model_validate({"size": 0, "sets": [{"name": "aime", "task": "jsonl:/absent"}]})
+    with pytest.raises(FileNotFoundError, match=r"eval.sets: aime: task file /absent does not exist"):
+        list(check_tasks(task(all_rows), absent, held_out=True))
     one = task(all_rows, held_out=0)
     notes = list(check_tasks(one, Eval.model_validate({"size": 0, "sets": evaluated.sets}), held_out=True))
     assert notes == [
