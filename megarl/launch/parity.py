@@ -59,7 +59,13 @@ def first_rows(batch: TrainBatch, count: int) -> tuple[TokenBatch, Tensor]:
     """Returns the first rows of a batch, and their rollout log-probs [T]."""
     cu_seqlens = batch.cu_seqlens[: count + 1]
     end = int(cu_seqlens[-1])
-    few = TokenBatch(batch.tokens[:end], batch.labels[:end], batch.mask[:end], cu_seqlens, batch.temperature)
+    few = TokenBatch(
+        tokens=batch.tokens[:end],
+        labels=batch.labels[:end],
+        mask=batch.mask[:end],
+        cu_seqlens=cu_seqlens,
+        temperature=batch.temperature,
+    )
     return few, batch.rollout_logprobs[:end]
 
 

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FAULTS = {
     "stale head",
     "swapped experts",
-    "one norm",
+    "one norm, the last",
+    "one norm, of a layer",
     "one layer of older weights",
     "padded vocabulary in the softmax",
     "temperature 0.9 for 1.0",
@@ -32,4 +33,4 @@ def test_each_planted_fault_is_refused_and_named(model: str, dtype: str) -> None
     found = json.loads(done.stdout.splitlines()[-1])
     print("\n".join(f"{each['ratio']:.3g} {each['fault']} ({each['size']}): {each['cause']}" for each in found))
     assert {each["fault"] for each in found} == FAULTS - ({"swapped experts"} if model == "tiny_dense" else set())
-    assert not [each for each in found if each["ratio"] < 2 or not each["is_named"]]
+    assert not [each for each in found if each["ratio"] < each["at_least"] or not each["is_named"]]

@@ -177,7 +177,7 @@ def test_another_temperature_is_named(trainer: Trainer, temperature: float, samp
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, rollout_T)
     assert (
         cause is not None
-        and f"sampled at temperature {sampled:.2g}, the trainer divides logits by {temperature}" in cause
+        and f"sampled at temperature {sampled:.2g}, the trainer divides logits by {temperature:g}" in cause
     )
 
 
