@@ -37,7 +37,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.debug.layout_check import prompt_rows
 from megarl.launch.build import Rank, make_prompts, make_trainer, open_rank
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import ParityChecks, first_rows, measure_logprobs
+from megarl.launch.parity import ParityChecks, measure_logprobs, sampled_rows
 from megarl.launch.random_model import materialize_model
 from megarl.launch.run_rl import make_engine, parity_batch, parity_checks, publisher
 from megarl.platform.env import Env, child_env
@@ -187,7 +187,7 @@ class Faults:
         batch = replace(parity_batch(rank, self.engine), temperature=1.0)
         measured = measure_logprobs(self.trainer, batch)
         excess = Excess(Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask]), measured.floor)
-        few, logprobs_T = first_rows(batch, 8)
+        few, logprobs_T = sampled_rows(batch, 8)
         assert self.checks.find
         cause = self.checks.find(few, measure_logprobs(self.trainer, few).floor, logprobs_T)
         pattern = r"sampled at temperature 0\.(89|9|91),"

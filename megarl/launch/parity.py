@@ -55,18 +55,25 @@ def rounding_of(trainer: Trainer) -> float:
     return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
 
 
-def first_rows(batch: TrainBatch, count: int) -> tuple[TokenBatch, Tensor]:
-    """Returns the first rows of a batch, and their rollout log-probs [T]."""
-    cu_seqlens = batch.cu_seqlens[: count + 1]
-    end = int(cu_seqlens[-1])
+def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> tuple[TokenBatch, Tensor]:
+    """Returns at most `count` rows that have sampled tokens, row `first` before others; and their rollout log-probs."""
+    lengths = batch.cu_seqlens.diff().tolist()
+    has_tokens = [bool(mask.any()) for mask in batch.mask.split(lengths)]
+    rows = [row for row in range(batch.num_rows) if has_tokens[row] and row != first]
+    chosen = [*([] if first is None else [first]), *rows][:count]
+
+    def select(x_T: Tensor) -> Tensor:
+        parts = x_T.split(lengths)
+        return torch.cat([parts[row] for row in chosen] or [x_T[:0]])
+
     few = TokenBatch(
-        tokens=batch.tokens[:end],
-        labels=batch.labels[:end],
-        mask=batch.mask[:end],
-        cu_seqlens=cu_seqlens,
+        tokens=select(batch.tokens),
+        labels=select(batch.labels),
+        mask=select(batch.mask),
+        cu_seqlens=torch.tensor([0, *(lengths[row] for row in chosen)]).cumsum(0),
         temperature=batch.temperature,
     )
-    return few, batch.rollout_logprobs[:end]
+    return few, select(batch.rollout_logprobs)
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
@@ -165,7 +172,7 @@ class ParityChecks:
         if not can_find or any(self.transport.gather(self.engine is not None and self.engine.is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"
         assert self.find and self.measure
-        few, logprobs_T = first_rows(batch, CAUSE_ROWS)
+        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
         return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"
 
     def _bound(self, excess: Excess) -> str:

@@ -26,9 +26,9 @@ from megarl.launch.parity import (
     PROBE_PROMPTS,
     PROBE_TOKENS,
     ParityChecks,
-    first_rows,
     measure_logprobs,
     rounding_of,
+    sampled_rows,
 )
 from megarl.launch.phases import TimedPhases
 from megarl.layout import Axis
@@ -103,7 +103,7 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
             print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
         if not excess.is_explained:
             assert parity.find
-            few, logprobs_T = first_rows(batch, CAUSE_ROWS)
+            few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
             cause = parity.find(few, measure_logprobs(trainer, few).floor, logprobs_T)
             raise CheckFailed(
                 f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"

@@ -130,6 +130,56 @@ TRAINER = [
         "unit/launch/test_parity.py::test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own",
     ),
     (
+        "debug/parity_cause.py",
+        "states = self._run(batch, names, replaced=replaced)",
+        "states = self._run(batch, names)",
+        "unit/trainer/test_parity_cause.py::test_what_differs_by_itself_is_named_and_what_follows_is_not",
+    ),
+    (
+        "debug/parity_cause.py",
+        "engine_K - scale * trainer_K",
+        "engine_K - trainer_K",
+        "unit/trainer/test_parity_cause.py::test_what_differs_by_itself_is_named_and_what_follows_is_not",
+    ),
+    (
+        "debug/parity_cause.py",
+        "off_by(best) < 0.2 * unfitted",
+        "off_by(best) <= unfitted",
+        "unit/trainer/test_parity_cause.py::test_tokens_that_agree_when_scored_again_point_to_decoding",
+    ),
+    (
+        "debug/parity_cause.py",
+        "if not scored[rank].is_explained:",
+        "if True:",
+        "unit/trainer/test_parity_cause.py::test_another_temperature_is_named",
+    ),
+    (
+        "launch/parity.py",
+        "if has_tokens[row] and row != first]",
+        "if row != first]",
+        "unit/launch/test_parity.py::test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst",
+    ),
+    (
+        "launch/run_rl.py",
+        """    trainer.memory.offload_all()
+    engine = start_engine(rank)""",
+        """    engine = start_engine(rank)
+    trainer.memory.offload_all()""",
+        "unit/trainer/test_start_order.py::test_the_trainer_is_off_the_device_when_the_engine_starts",
+    ),
+    (
+        "rollout/exchange.py",
+        "        self.meet()  #",
+        "        pass  #",
+        "dist/test_rollout_exchange.py::test_a_replica_may_be_later_than_collectives_wait",
+    ),
+    (
+        "telemetry/curves.py",
+        'if f"{key}/low" in row and "/" in key}',
+        'if "/" in key}',
+        "unit/telemetry/test_report.py::test_evaluation_sets_have_a_panel_and_are_compared",
+    ),
+    (
         "weights/publish.py",
         "self.probe.check()",
         "pass",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.parity import Quantiles
-from megarl.launch.parity import Measured, ParityChecks
+from megarl.launch.parity import Measured, ParityChecks, sampled_rows
 from megarl.types import CheckFailed, TokenBatch
 from megarl.weights.transports.inprocess import InProcess
 
@@ -29,6 +29,7 @@ def logprob(before: Tensor, token: Tensor) -> Tensor:
 @dataclass
 class Engine:
     error: float = 0.0
+    is_asleep: bool = False
 
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         return [
@@ -69,7 +70,7 @@ def batch_of(diff: float, count: int = 100) -> Any:
 
 def test_the_probe_scores_what_the_engine_added_at_temperature_1() -> None:
     parity, trainer = checks(error=0.005)
-    (excess,) = parity.probe()
+    _, (excess,) = parity.probe()
     assert (excess.found.count, excess.floor) == (48, FLOOR)
     assert (excess.found.median, excess.found.max) == pytest.approx((0.005, 0.005), rel=1e-3)
     (batch,) = trainer.batches
@@ -113,3 +114,47 @@ def test_a_bound_of_the_config_replaces_what_rounding_explains() -> None:
 def test_a_batch_without_sampled_tokens_passes() -> None:
     parity, _ = checks()
     assert parity.parity(batch_of(0.0, count=0))["logprob_diff/statistic"] == 0
+
+
+def test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst() -> None:
+    lengths = [2, 3, 1, 4]
+    tokens_T, mask = torch.arange(10), torch.tensor([1, 0, 0, 0, 0, 1, 0, 1, 1, 0]).bool()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    fields = {"tokens": tokens_T, "labels": tokens_T + 1, "mask": mask, "cu_seqlens": cu_seqlens, "temperature": 0.7}
+    batch: Any = SimpleNamespace(**fields, rollout_logprobs=-tokens_T.float(), num_rows=4)
+    few, logprobs_T = sampled_rows(batch, 2, first=3)
+    assert few.tokens.tolist() == [6, 7, 8, 9, 0, 1] and few.cu_seqlens.tolist() == [0, 4, 6]
+    assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and logprobs_T.tolist() == [-6, -7, -8, -9, 0, -1]
+    assert few.mask.tolist() == [False, True, True, False, True, False]
+    assert sampled_rows(batch, 8)[0].tokens.tolist() == [0, 1, 5, 6, 7, 8, 9], "row 1 has no sampled token"
+
+
+@dataclass
+class Cause:
+    """`ParityChecks.find`."""
+
+    cause: str | None
+    rows: int = 0
+
+    def __call__(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None:
+        self.rows = batch.num_rows
+        return self.cause
+
+
+def test_a_refusal_names_the_cause_where_the_engine_can_compute() -> None:
+    find = Cause("layer 3 (attention)")
+    parity, _ = checks(0.1, find=find)
+    with pytest.raises(CheckFailed, match=r"statistic .*; cause: layer 3 \(attention\)$"):
+        parity.check()
+    assert find.rows == len(PROMPTS)
+    batch = batch_of(0.05)
+    batch.num_rows = 1
+    with pytest.raises(CheckFailed, match=r"; cause: layer 3 \(attention\)\. Nothing was updated"):
+        parity.parity(batch)
+    find.cause = None
+    with pytest.raises(CheckFailed, match=r"; cause: the engine gives nearly all tokens less probability"):
+        parity.parity(batch)
+    assert isinstance(parity.engine, Engine)
+    parity.engine.is_asleep = True
+    with pytest.raises(CheckFailed, match=r"less probability.*`megarl check --parity` looks for the cause"):
+        parity.parity(batch)

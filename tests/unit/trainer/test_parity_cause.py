@@ -16,7 +16,7 @@ from megarl.algorithms.parity import FORMAT_EPS
 from megarl.data.collate import token_batch
 from megarl.debug.parity_cause import CauseSearch
 from megarl.debug.sublayers import trainer_sublayers
-from megarl.launch.parity import first_rows, measure_logprobs
+from megarl.launch.parity import measure_logprobs, sampled_rows
 from megarl.rollout.sublayers import record_states
 from megarl.trainer.heads import VocabularyHead
 from megarl.trainer.rounding import rounding_errors
@@ -152,26 +152,26 @@ def search(trainer: Trainer, plant: Plant, *, is_compiled: bool = False) -> tupl
 @pytest.mark.parametrize("case", CAUSES)
 def test_what_differs_by_itself_is_named_and_what_follows_is_not(trainer: Trainer, case: str) -> None:
     plant, cause = CAUSES[case]
-    batch, _ = first_rows(make_batch(num_rows=8), 8)
+    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, plant)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) == cause
 
 
 def test_an_engine_that_agrees_has_no_cause(trainer: Trainer) -> None:
-    batch, _ = first_rows(make_batch(num_rows=8), 8)
+    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, healthy)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) is None
 
 
 def test_a_compiled_engine_cannot_be_seen(trainer: Trainer) -> None:
-    batch, _ = first_rows(make_batch(num_rows=8), 8)
+    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, changed("output_layer"), is_compiled=True)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) is None
 
 
 @pytest.mark.parametrize(("temperature", "sampled"), [(0.7, 0.63), (1.0, 1.3)])
 def test_another_temperature_is_named(trainer: Trainer, temperature: float, sampled: float) -> None:
-    batch, _ = first_rows(make_batch(num_rows=8, temperature=temperature), 8)
+    batch, _ = sampled_rows(make_batch(num_rows=8, temperature=temperature), 8)
     found, engine = search(trainer, healthy)
     rollout_T = engine.sampled(replace(batch, temperature=sampled))
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, rollout_T)
@@ -182,7 +182,7 @@ def test_another_temperature_is_named(trainer: Trainer, temperature: float, samp
 
 
 def test_tokens_that_agree_when_scored_again_point_to_decoding(trainer: Trainer) -> None:
-    batch, _ = first_rows(make_batch(num_rows=8), 8)
+    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
     found, engine = search(trainer, healthy)
     wrong_T = engine.sampled(batch) + torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, wrong_T)
