@@ -206,9 +206,9 @@ class Engine:
         prompts = [row.tolist() for row in rows]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         outputs = self._uncommitted(prompts, [params] * len(prompts))
+        entries: list[Any] = [(output.prompt_logprobs or [])[1:] for output in outputs]
         best = [
-            [next((token, entry[token].logprob) for token in entry if entry[token].rank == 1) for entry in each[1:]]
-            for each in (output.prompt_logprobs or [] for output in outputs)
+            [next((token, x.logprob) for token, x in entry.items() if x.rank == 1) for entry in row] for row in entries
         ]
         return [(torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best]
 
