@@ -203,4 +203,4 @@ def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:]), WORLD)
+        mp.start_processes(work, (sys.argv[1], scratch, sys.argv[2:]), WORLD, start_method="fork")

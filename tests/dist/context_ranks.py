@@ -390,8 +390,5 @@ def work(rank: int, results: str, folder: str, world: int, checks: list[str]) ->
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.spawn(
-            work,
-            (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:]),
-            int(sys.argv[2]),
-        )
+        arguments = (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:])
+        mp.start_processes(work, arguments, int(sys.argv[2]), start_method="fork")  # imports are slow, and done

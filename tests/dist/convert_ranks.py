@@ -50,4 +50,4 @@ def work(rank: int, results: str, folder: str, models: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mp.spawn(work, (sys.argv[1], sys.argv[2], sys.argv[3:]), WORLD)
+    mp.start_processes(work, (sys.argv[1], sys.argv[2], sys.argv[3:]), WORLD, start_method="fork")

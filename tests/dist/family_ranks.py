@@ -125,7 +125,8 @@ def work(rank: int, results: str, folder: str, which: str) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
     with TemporaryDirectory() as scratch:
         for name in [*DENSE, *SPARSE, "gpt_oss@5", "qwen3_yarn@5"]:
             save_model(name, Path(scratch))
-        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2]), WORLDS[sys.argv[2]])
+        mp.start_processes(work, (sys.argv[1], scratch, sys.argv[2]), WORLDS[sys.argv[2]], start_method="fork")

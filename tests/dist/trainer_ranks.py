@@ -376,4 +376,4 @@ def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.spawn(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD)
+        mp.start_processes(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD, start_method="fork")

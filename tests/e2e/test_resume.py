@@ -22,10 +22,17 @@ SMALL = [
 ]
 
 
+def sums(folder: Path) -> list[str]:
+    """The quickstart's task, from a file: reasoning-gym takes seconds to import."""
+    rows = [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [f"task.name=jsonl:{folder}/sums.jsonl", "task.options={}"]
+
+
 def sft(folder: Path, name: str, steps: int, *overrides: str) -> dict[str, torch.Tensor]:
     """The exported weights after `steps` steps on two ranks."""
     command = [sys.executable, "-m", "megarl.cli", "train", "configs/quickstart_sft.yaml", f"run.dir={folder}"]
-    command += [f"run.name={name}", f"train.steps={steps}", *SMALL, *overrides]
+    command += [f"run.name={name}", f"train.steps={steps}", *SMALL, *sums(folder), *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return load_file(folder / name / "hf" / "model.safetensors")
@@ -61,7 +68,8 @@ def kill(folder: Path, kills: int, *values: str) -> None:
     common = ["checkpoint.every=1", "train.prompts_per_step=8", "model.create.layers=2"]
     common += ["train.warmup_steps=2", "train.schedule=cosine"]
     command = [sys.executable, "tests/e2e/kills.py", str(folder), "5", str(kills), "configs/quickstart_sft.yaml"]
-    done = subprocess.run([*command, *common, *values], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    command += [*common, *sums(folder), *values]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit-identical: True" in done.stdout and done.stdout.count("kill ") == kills
