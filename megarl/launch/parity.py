@@ -13,7 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import FORMAT_EPS, Excess, Parity, Quantiles, compare, explain, rounding_floor
+from megarl.algorithms.parity import (
+    FORMAT_EPS,
+    LOG_SOFTMAX_ERROR,
+    Excess,
+    Parity,
+    Quantiles,
+    compare,
+    explain,
+    rounding_floor,
+)
 from megarl.data.collate import token_batch
 from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
@@ -89,7 +98,7 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
     for draw in range(DRAWS):
         with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
             noise.append(logprobs() - exact_K)
-    return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise)))
+    return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR))
 
 
 @dataclass

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import MAX_EXCESS, Excess, Parity, Quantiles, compare, explain, rounding_floor
+from megarl.algorithms.parity import (
+    LOG_SOFTMAX_ERROR,
+    MAX_EXCESS,
+    Excess,
+    Parity,
+    Quantiles,
+    compare,
+    explain,
+    rounding_floor,
+)
 
 CU = torch.tensor([0, 4, 8, 12])
 MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]).bool()  # 2, 3 and 0 sampled tokens
@@ -77,6 +86,8 @@ def test_quantiles_and_floor_by_hand() -> None:
     assert (Quantiles.of(many_K).median, Quantiles.of(many_K).p90) == pytest.approx((0.5, 0.9), abs=1e-3)
     floor = rounding_floor(torch.tensor([-2.0, -4.0]), torch.tensor([[0.1, -0.1], [0.1, 0.1]]))
     assert (floor.median, floor.p90, floor.count) == pytest.approx((0.1 * 2**0.5 + 2**-22 * 3,) * 2 + (4,))
+    exact = rounding_floor(torch.tensor([-2.0, -4.0]), torch.zeros(2, 2), error=LOG_SOFTMAX_ERROR)
+    assert exact.median == exact.p90 == pytest.approx(2**-22 * 3 + 2**-17)
 
 
 def test_excess_by_hand() -> None:
