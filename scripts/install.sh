@@ -90,9 +90,18 @@ install_gpu() {
   .venv/bin/python -c 'import pathlib, sysconfig; assert (pathlib.Path(sysconfig.get_path("include")) / "Python.h").is_file()' 2>/dev/null ||
     fail "no Python.h, which Triton and Transformer Engine need" "install the headers of $python (${python}-dev), or use docker/Dockerfile"
   say "torch and vLLM for CUDA"
-  install torch==2.14.0 vllm==0.33.0 setuptools wheel ninja || explain "torch or vLLM cannot be installed" "$online"
+  local packages=(torch==2.14.0 vllm==0.33.0 setuptools wheel ninja)
+  # vLLM 0.33 asks for the certifi of its day, which mirrors may lack; any certifi will do
+  install_any_certifi() { uv_install --override .venv/overrides.txt "$@"; }
+  local with=install
+  if ! install "${packages[@]}"; then
+    say "retrying with any version of certifi"
+    with=install_any_certifi
+    echo certifi >.venv/overrides.txt
+    install uv && $with "${packages[@]}" || explain "torch or vLLM cannot be installed" "$online"
+  fi
   say "Megatron-Core and Transformer Engine, whose PyTorch extension is compiled here (takes many minutes)"
-  install --no-build-isolation -e ".[gpu$dev]" ||
+  $with --no-build-isolation -e ".[gpu$dev]" ||
     explain "Transformer Engine cannot be built" "use docker/Dockerfile, which includes it, or run on the CPU: scripts/quickstart.sh --cpu"
 }
 
