@@ -243,7 +243,7 @@ def plant_faults(config_file: str, overrides: list[str]) -> list[Found]:
 
 
 def megarl(*arguments: str) -> str:
-    command = [sys.executable, "-m", "megarl", *arguments]
+    command = [sys.executable, "-m", "megarl.cli", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1))
     if done.returncode:
         raise RuntimeError(

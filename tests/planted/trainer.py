@@ -94,6 +94,12 @@ TRAINER = [
         "unit/trainer/test_optimizer.py::test_gradients_are_clipped_where_the_optimizer_keeps_them",
     ),
     (
+        "launch/parity.py",
+        "rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR)",
+        "rounding_floor(exact_K, torch.stack(noise))",
+        "unit/trainer/test_rounding.py::test_rounding_is_below_the_bound_and_faults_are_above",
+    ),
+    (
         "algorithms/parity.py",
         "Quantiles.of(noise_DK * 2**0.5)",
         "Quantiles.of(noise_DK)",

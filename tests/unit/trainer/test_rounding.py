@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_trainer import build, make_batch
 
-from megarl.algorithms.parity import FORMAT_EPS, MAX_EXCESS, Excess, Quantiles
+from megarl.algorithms.parity import FORMAT_EPS, LOG_SOFTMAX_ERROR, MAX_EXCESS, Excess, Quantiles
 from megarl.launch.parity import measure_logprobs
 from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
@@ -35,6 +35,7 @@ def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: st
     assert healthy_T is not None and exact_T is not None and not healthy_T.equal(exact_T)
     assert measured(trainer, healthy_T) < 0.5 * MAX_EXCESS
     assert measured(trainer, exact_T) == 0, "hooks are removed, and a forward pass repeats to the last bit"
+    assert measured(trainer, exact_T + LOG_SOFTMAX_ERROR) < 1, "an engine whose exp is approximate, on a CPU"
     assert measured(trainer, healthy_T, temperature=0.9) > 2 * MAX_EXCESS
     norm = next(x for name, x in trainer.parameters_by_name().items() if name.endswith("final_layernorm.weight"))
     with torch.no_grad():
