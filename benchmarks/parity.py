@@ -1,6 +1,6 @@
 """Where parity draws the line: healthy starts and runs stay below its bound, planted faults lie above and are named.
 
-    python -m benchmarks.parity [--only TEXT] [--real models/SmolLM2-135M-Instruct]      about 40 minutes on two cores
+    python -m benchmarks.parity [--only TEXT] [--real models/SmolLM2-135M-Instruct]      about 80 minutes on two cores
     python -m benchmarks.parity --faults CONFIG KEY=VALUE ...                           the faults of one model, as JSON
 
 healthy   `megarl check CONFIG --sync` of tiny and real models, dense and experts, fp32 and bf16, in several layouts and
@@ -69,8 +69,10 @@ TRAININGS = {
     "tiny_dense bf16, 200 steps": "configs/tiny_dense.yaml train.dtype=bf16 train.steps=200",
     "tiny_moe bf16, 200 steps": "configs/tiny_moe.yaml train.dtype=bf16 train.steps=200",
 }
+FEW_SAMPLES = "train.prompts_per_step=2 rollout.samples_per_prompt=4 algorithm.filter_zero_std=false"
 REAL_TRAININGS = {
-    f"SmolLM2 {dtype}, 20 steps": f"configs/smollm2.yaml train.dtype={dtype} train.steps=20 eval.size=0"
+    f"SmolLM2 {dtype}, 20 steps": "configs/smollm2.yaml train.steps=20 eval.every=0 checkpoint.export_hf=never "
+    f"train.dtype={dtype} {FEW_SAMPLES}"
     for dtype in ("fp32", "bf16")
 }
 FAULTS = {

@@ -31,7 +31,7 @@ LAYOUTS = {
     "pp2": "launch.processes=2 parallel.pipeline=2",
     "tp3": "launch.processes=3 parallel.tensor=3",
 }
-FIRST_STEP = "train.steps=1 eval.size=0 checkpoint.export_hf=never"
+FIRST_STEP = "train.steps=1 eval.every=0 checkpoint.export_hf=never"
 TOLERANCE = 1e-5
 FIGURES = {"sampled_accuracy": "sampled", "accuracy": "greedy"}
 Row = Mapping[str, Any]

@@ -138,30 +138,32 @@ def check_tasks(task: Task, evaluated: Eval, *, held_out: bool = False) -> Itera
 
     Yields what the user should know. `held_out`: whether the command evaluates.
     """
-    eval_tasks = [eval_task(task, part) for part in evaluated.sets]
+    eval_tasks, notes = [eval_task(task, part) for part in evaluated.sets], []
+    # first, because training problems are compared with these
+    for part, other in zip(evaluated.sets, eval_tasks, strict=True) if held_out else ():
+        where = f"eval.sets: {part.name}"
+        with nullcontext() if other is task else _errors_of(where):
+            notes += _check_eval(other, f"{where} has size", part.size)
     names = [part.name for part in task.mixture] or [task.name]
     for name, source in zip(names, load_sources(task, eval_tasks=eval_tasks), strict=True):
         source.problem(0)
         if source.held_out:
             total = source.held_out + (source.size or 0)
             yield f"{name}: {source.held_out} of {total} problems are held out for evaluation, and never trained on"
-    if not held_out:
-        return
-    sets = [("eval.size", evaluated.size, task)] if evaluated.size else []
-    sets += [
-        (f"eval.sets: {part.name} has size", part.size, other)
-        for part, other in zip(evaluated.sets, eval_tasks, strict=True)
-    ]
-    for key, size, other in sets:
-        with nullcontext() if other is task else _errors_of(key.removesuffix(" has size")):
-            sources = load_sources(other, "eval")
-            for source in sources:
-                source.problem(0)
-                if source.scan:
-                    deque(source.questions(), maxlen=0)  # raises at a row that is not text
-        sizes = [source.size for source in sources if source.size is not None]
-        if len(sizes) == len(sources) and sum(sizes) < size:
-            yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
+    if held_out and evaluated.size:
+        yield from _check_eval(task, "eval.size", evaluated.size)
+    yield from notes
+
+
+def _check_eval(task: Task, key: str, size: int) -> Iterator[str]:
+    sources = load_sources(task, "eval")
+    for source in sources:
+        source.problem(0)
+        if source.scan:
+            deque(source.questions(), maxlen=0)  # raises at a row that is not text
+    sizes = [source.size for source in sources if source.size is not None]
+    if len(sizes) == len(sources) and sum(sizes) < size:
+        yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
 
 
 def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:

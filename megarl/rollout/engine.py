@@ -73,10 +73,6 @@ class Engine:
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        if env.local_rank == 0:
-            unlink_dead()
-            unlink_shm(prefix)
-        dist.barrier()
         with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             llm = LLM(
@@ -273,7 +269,7 @@ def _moe_backend() -> str:
 
 
 def _prepare(env: Env) -> str:
-    """Sets the environment that vLLM reads; returns the job's prefix for shared memory."""
+    """Sets the environment that vLLM reads, and removes the shared memory of dead jobs; returns this job's prefix."""
     if "vllm" not in sys.modules:
         set_env(
             VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs in this process
@@ -282,7 +278,12 @@ def _prepare(env: Env) -> str:
         )
     # the external launcher reads the rank from the environment
     set_env(RANK=dist.get_rank(), WORLD_SIZE=dist.get_world_size(), LOCAL_RANK=env.local_rank)
-    return shm_prefix(env.job_id, os.getppid())
+    prefix = shm_prefix(env.job_id, os.getppid())
+    if env.local_rank == 0:
+        unlink_dead()
+        unlink_shm(prefix)
+    dist.barrier()
+    return prefix
 
 
 def _compiler(eager: bool) -> AbstractContextManager[Any]:

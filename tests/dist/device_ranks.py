@@ -32,7 +32,7 @@ from megarl.weights.checksum import copy_and_verify
 from megarl.weights.execute import split_message, strided_view
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
+from megarl.weights.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.transports.collective import Collective
 
 SIZES = {"family": "qwen3_moe", "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67, "experts": 4,
@@ -89,7 +89,6 @@ def publish(kind: str) -> None:
     full, slices, parameters = weights_of(fleet, 0 if is_split else rank)
     receives, sends = rank >= fleet.first_receiver, rank < fleet.trainers
     table = slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)) if receives else None
-    scores = torch.zeros(2, 3)
     engine = DeviceMemory(table) if table else None
     publisher = (Staged if kind == "staged" else Publisher)(
         plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=16384, spec="local"),
@@ -99,7 +98,6 @@ def publish(kind: str) -> None:
         WeightFormat(SHAPES, torch.float32),
         ranks_per_replica=1,
         table=table,
-        probe=Probe(torch.zeros(2, 4, dtype=torch.long), lambda _: there(scores), lambda _: scores, 0.1, 0.1),
         is_atomic=kind != "split",
     )
     publisher.publish(version=1)

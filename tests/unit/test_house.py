@@ -201,7 +201,8 @@ def test_the_package_is_small() -> None:
 
 def test_configs_say_only_what_differs() -> None:
     for file in (ROOT / "configs").glob("*.yaml"):
-        assert len(file.read_text().splitlines()) <= MAX_CONFIG_LINES, file.name
+        settings = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        assert len(settings) <= MAX_CONFIG_LINES, file.name
 
 
 def test_rows() -> None:

@@ -35,7 +35,7 @@ def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: st
     assert healthy_T is not None and exact_T is not None and not healthy_T.equal(exact_T)
     assert measured(trainer, healthy_T) < 0.5 * MAX_EXCESS
     assert measured(trainer, exact_T) == 0, "hooks are removed, and a forward pass repeats to the last bit"
-    assert measured(trainer, exact_T + LOG_SOFTMAX_ERROR) < 1, "an engine whose exp is approximate, on a CPU"
+    assert measured(trainer, exact_T + LOG_SOFTMAX_ERROR) < 0.5, "an engine whose exp is approximate, on a CPU"
     assert measured(trainer, healthy_T, temperature=0.9) > 2 * MAX_EXCESS
     norm = next(x for name, x in trainer.parameters_by_name().items() if name.endswith("final_layernorm.weight"))
     with torch.no_grad():
