@@ -164,7 +164,7 @@ class Trainer:
             self.router_losses.begin(microbatches, weights_T, self.device)
         self._run(batch, microbatches, sums, train=True)
         self.memory.onload_optimizer()
-        grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad)
+        grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device)
         totals = global_sums(sums.totals, counts=self._owns_outputs)
         value, count = totals.pop("loss"), totals.pop("count")
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}

@@ -94,6 +94,18 @@ TRAINER = [
         "unit/trainer/test_optimizer.py::test_gradients_are_clipped_where_the_optimizer_keeps_them",
     ),
     (
+        "trainer/optimizer.py",
+        "def sum_of_squares(x: Tensor, *, run: int = 1024)",
+        "def sum_of_squares(x: Tensor, *, run: int = 2**30)",
+        "unit/trainer/test_optimizer.py::test_squares_of_many_numbers_are_summed_in_fp64",
+    ),
+    (
+        "trainer/optimizer.py",
+        "    dist.all_reduce(total)\n",
+        "",
+        f"{RANKS}::test_clipping_is_by_the_norm_of_the_whole_model",
+    ),
+    (
         "launch/parity.py",
         "rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR)",
         "rounding_floor(exact_K, torch.stack(noise))",

@@ -11,7 +11,9 @@ import torch
 from tiny_trainer import build
 
 from megarl.config.schema import Train
-from megarl.trainer.optimizer import LrSchedule, take_step, zero_grad
+from megarl.trainer.optimizer import LrSchedule, sum_of_squares, take_step, zero_grad
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
         for parameter, copy in zip(parameters, plain, strict=True):
             copy.grad = scale * torch.randn(copy.shape, generator=random)
             parameter.main_grad.copy_(copy.grad)
-        grad_norm, _ = take_step(trainer.optimizer, lr=lr, clip_grad=0.5)
+        grad_norm, _ = take_step(trainer.optimizer, lr=lr, clip_grad=0.5, device=CPU)
         norm = float(torch.nn.utils.clip_grad_norm_(plain, 0.5))
         for group in adamw.param_groups:
             group["lr"] = lr
@@ -63,6 +65,16 @@ def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
     trainer.close()
 
 
+def test_squares_of_many_numbers_are_summed_in_fp64() -> None:
+    random = torch.Generator().manual_seed(0)
+    many = torch.randn(4_000_077, generator=random) * torch.rand(4_000_077, generator=random) ** 4 * 1e-3
+    expected = float(many.double().square().sum())
+    assert float(sum_of_squares(many)) == pytest.approx(expected, rel=2e-7)
+    assert float(sum_of_squares(many[:100])) == pytest.approx(float(many[:100].double().square().sum()), rel=2e-7)
+    assert float(many.norm()) ** 2 != pytest.approx(expected, rel=1e-4), "what it is for"
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_decoupled", [False, True])
 def test_gradients_are_clipped_where_the_optimizer_keeps_them(is_decoupled: bool) -> None:
     """Megatron-Core's precision-aware optimizer keeps them in `decoupled_grad`."""
@@ -72,10 +84,10 @@ def test_gradients_are_clipped_where_the_optimizer_keeps_them(is_decoupled: bool
         param_groups=[],
         config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_decoupled),
         prepare_grads=lambda: False,
-        get_grad_norm=lambda: 2.0,
+        get_main_grads_for_grad_norm=lambda: [torch.ones(4)],
         get_parameters=lambda: [parameter],
         step_with_ready_grads=lambda: True,
     )
-    take_step(optimizer, lr=1.0, clip_grad=0.5)
+    take_step(optimizer, lr=1.0, clip_grad=0.5, device=CPU)
     gradient = parameter.decoupled_grad if is_decoupled else parameter.grad  # type: ignore[attr-defined]
     torch.testing.assert_close(gradient, torch.full((4,), 0.25))
