@@ -152,6 +152,6 @@ def sum_of_squares(x: Tensor, *, run: int = 1024) -> Tensor:
     return torch.stack([norm.double().square().sum() for norm in norms]).sum()
 
 
-def _parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+def _parts(optimizer: MegatronOptimizer) -> Sequence[Any]:
     """One, or one for experts and one for the rest."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
