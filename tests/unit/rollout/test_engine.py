@@ -11,7 +11,7 @@ import torch
 
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
-from megarl.rollout.engine import Engine
+from megarl.rollout.engine import Engine, _moe_backend
 from megarl.types import Prompt, Request
 
 
@@ -66,3 +66,13 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     assert (sample.tokens.tolist(), sample.finish) == ([5, 6, *tokens], finish)
     assert sample.trainable.tolist() == [False, False] + [True] * len(tokens)
     assert len(sample.rollout_logprobs) == len(sample.tokens)
+
+
+@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "auto"), ((10, 0), "triton"), (None, "auto")])
+def test_experts_keep_their_width_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, backend: str
+) -> None:
+    """vLLM 0.33 would round 192 up to 256 there, and its loader's trace would meet rows of no checkpoint."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert _moe_backend() == backend
