@@ -146,7 +146,7 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
     _label_ends(axes, first.curves)
     for index, panel in enumerate(others):
         _draw(figure.add_subplot(grid[1 + index // 3, index % 3]), panel)
-    figure.suptitle(_plain(title), color=INK, fontsize=13, x=0.01, ha="left")
+    figure.suptitle(_plain(title, most=100), color=INK, fontsize=13, x=0.01, ha="left")
     figure.supxlabel("step", color=FAINT, fontsize=9)
     figure.savefig(file, dpi=130, format="png")
 
@@ -157,7 +157,7 @@ def svg(panel: Panel) -> str:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 2.6))  # with fixed margins: a computed layout takes twice the time
-    axes = figure.add_axes((0.11, 0.16, 0.87, 0.74))
+    axes = figure.add_axes((0.11, 0.16, 0.87, 0.74 - 0.07 * _legend_lines(panel)))
     _draw(axes, panel)
     axes.set_xlabel("step", color=FAINT, fontsize=8)
     out = StringIO()
@@ -192,10 +192,10 @@ def _smooth(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])]
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, *, most: int = 40) -> str:
     """Short text on one line, without matplotlib's formulas."""
     text = " ".join(text.split())
-    return (text if len(text) <= 40 else f"{text[:39]}…").replace("$", r"\$")
+    return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _draw(axes: Any, panel: Panel) -> None:
@@ -203,19 +203,27 @@ def _draw(axes: Any, panel: Panel) -> None:
         points = zip(curve.steps, curve.values, strict=True)
         drawn = [(step, value) for step, value in points if panel.scale != "log" or value > 0]
         _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
-    axes.set_title(panel.title, fontsize=9.5, color=INK, loc="left")
+    lines = _legend_lines(panel)
+    axes.set_title(panel.title, fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)
     if panel.scale == "log" and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
-    if panel.has_legend and len(panel.curves) > 1:
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="best")
+    else:
+        axes.yaxis.set_major_formatter("{x:g}")  # 5e-11, where the default writes 1e-11 over the title
+    if lines:  # above the curves, which it would hide
+        style = {"frameon": False, "fontsize": 8, "labelcolor": INK, "borderpad": 0, "labelspacing": 0.3}
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0, **style)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=FAINT, labelsize=8, length=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_offset_text().set_fontsize(8)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
+
+
+def _legend_lines(panel: Panel) -> int:
+    """Two curves a line."""
+    return (len(panel.curves) + 1) // 2 if panel.has_legend and len(panel.curves) > 1 else 0
 
 
 def _draw_curve(axes: Any, curve: Curve, steps: list[int], values: list[float]) -> None:

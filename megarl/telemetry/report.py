@@ -43,13 +43,12 @@ def write_report(folder: Path) -> Path:
     """
     rows, evaluations = _read(folder)
     panels, last = run_panels(rows, evaluations), rows[-1]
-    layout = f", layout {last['layout']} on {last['world_size']} processes" if "layout" in last else ""
+    layout = f", layout {last['layout']}, world size {last['world_size']}" if "layout" in last else ""
     with replacing(folder / "report.png") as staging:
         draw_png(panels, f"{folder.name}: {len(rows)} steps{layout}", staging)
     parts = [f"<p>{html.escape(f'{len(rows)} steps{layout}')}</p>", *_figures(panels)]
     if evaluations:
-        cells = [[_format(value) for value in row.values()] for row in evaluations]
-        parts += ["<h2>Held-out problems</h2>", _table(list(evaluations[0]), cells)]
+        parts += ["<h2>Held-out problems</h2>", _held_out(evaluations)]
     parts += [*_sample_sections(folder), *_weights(folder)]
     ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
@@ -87,6 +86,17 @@ def _read(folder: Path) -> tuple[Rows, Rows]:
     return rows, read_metrics(folder / "eval.jsonl")
 
 
+def _held_out(evaluations: Rows) -> str:
+    """A column for each figure, with its interval."""
+    keys = dict.fromkeys(key for row in evaluations for key in row if not key.endswith(("/low", "/high")))
+
+    def cell(row: Mapping[str, Any], key: str) -> str:
+        ends = [_format(row[f"{key}/{end}"]) for end in ("low", "high") if f"{key}/{end}" in row]
+        return _format(row.get(key)) + (f" ({' .. '.join(ends)})" if ends else "")
+
+    return _table(list(keys), [[cell(row, key) for key in keys] for row in evaluations])
+
+
 def _differing_settings(files: Sequence[Path]) -> list[list[str]]:
     """Rows of a dotted key and its value in each config; run.name and run.dir always differ and are left out."""
     configs = [_flat(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {} for file in files]
@@ -110,7 +120,8 @@ def _sample_sections(folder: Path) -> list[str]:
     files = sorted((folder / "rollouts").glob("step_*.jsonl"), key=lambda file: int(file.stem[5:]))
     if not files:
         return []
-    samples = read_metrics(files[-1])
+    # the samples of a prompt are often equal
+    samples = list({(sample["prompt"], sample["response"]): sample for sample in read_metrics(files[-1])}.values())
     samples.sort(key=lambda sample: sample.get("reward") or 0.0, reverse=True)
     step = int(files[-1].stem[5:])
     middle = (len(samples) + 1) // 2
@@ -129,7 +140,7 @@ def _sample(values: Mapping[str, Any]) -> str:
         facts.append(f"advantage {values['advantage']:+.3g}")
     facts += [f"{values['length']} tokens"] if "length" in values else []
     facts.append("truncated" if values.get("truncated") else str(values.get("finish", "")))
-    answer = "" if values.get("answer") is None else f"<p>answer: {html.escape(str(values['answer']))}</p>"
+    answer = "" if values.get("answer") is None else f"<small>answer: {html.escape(str(values['answer']))}</small>"
     return (
         f"<article><p><b>reward {_format(values.get('reward'))}</b> <small>{html.escape(' · '.join(facts))}</small></p>"
         f"<pre class=prompt>{html.escape(str(values['prompt']))}</pre>"
