@@ -45,10 +45,11 @@ def write_run(folder: Path, *, steps: int = 6, text: str = "said", config: str =
         for step in range(steps)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.25}\n{"step": 4, "accuracy": 0.5}\n')
+    evaluated = '"step": 4, "accuracy": 0.5, "accuracy/low": 0.375, "accuracy/high": 0.625'
+    (folder / "eval.jsonl").write_text(f'{{"step": 0, "accuracy": 0.25}}\n{{{evaluated}}}\n')
     (folder / "config.yaml").write_text(config)
     for step in (steps - 2, steps - 1):
-        lines = [sample(i, f"{text} {step}/{i}.") for i in (3, 0, 11, 7, 1, 2, 5, 4, 9, 6, 10, 8)]
+        lines = [sample(i, f"{text} {step}/{i}.") for i in (3, 0, 11, 7, 1, 2, 11, 5, 4, 0, 9, 6, 10, 8)]
         written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(written)
     return folder
@@ -63,10 +64,11 @@ def test_the_best_and_the_worst_samples_of_the_last_file(tmp_path: Path) -> None
     page = write_report(write_run(tmp_path / "a")).read_text()
     best, worst = page.index("Best samples of step 5"), page.index("Worst samples of step 5")
     shown = [int(index) for index in re.findall(r"<pre>said 5/(\d+)\.</pre>", page)]
-    assert shown == [11, 10, 9, 8, 0, 1, 2, 3]
+    assert shown == [11, 10, 9, 8, 0, 1, 2, 3], "each once"
     assert best < page.index("said 5/8.") < worst < page.index("said 5/0.")
     assert "reward 1.1</b>" in page and "said 5/11. 0.5 · advantage +0.25 · 11 tokens · truncated" in page
     assert "reward by component" in page and "accuracy, held-out problems" in page
+    assert "<td>4</td><td>0.5 (0.375 .. 0.625)</td>" in page and "low</th>" not in page
 
 
 def test_sampled_text_stays_text(tmp_path: Path) -> None:
