@@ -32,7 +32,8 @@ LAYOUTS = {
     "tp3": "launch.processes=3 parallel.tensor=3",
 }
 FIRST_STEP = "train.steps=1 eval.every=0 checkpoint.export_hf=never"
-TOLERANCE = 1e-5
+# relative; the gradient is a sum over advantages of both signs that cancel, so its rounding weighs more
+TOLERANCE = {"loss": 1e-5, "grad_norm": 2e-5}
 FIGURES = {"sampled_accuracy": "sampled", "accuracy": "greedy"}
 Row = Mapping[str, Any]
 
@@ -109,10 +110,10 @@ def layouts(model: Path) -> Iterator[str]:
         if not name.startswith("fp32"):
             yield line
             continue
-        off = max(abs(row[key] - first[key]) / abs(first[key]) for key in ("loss", "grad_norm"))
-        yield f"{line}  {off:.1e} from one process, at most {TOLERANCE:g}"
-        if off > TOLERANCE or same != "same":
-            raise SystemExit(f"{name} differs from one process by {off:.3g}, {same} samples")
+        off = {key: abs(row[key] - first[key]) / abs(first[key]) for key in TOLERANCE}
+        yield f"{line}  from one process {off['loss']:.1e}, {off['grad_norm']:.1e}"
+        if same != "same" or any(off[key] > most for key, most in TOLERANCE.items()):
+            raise SystemExit(f"{name} differs from one process: {off}, {same} samples")
 
 
 def main() -> int:
