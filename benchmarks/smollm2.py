@@ -1,6 +1,6 @@
 """A real model: SmolLM2-135M-Instruct learns to add with configs/smollm2.yaml as it is, and layouts agree on it.
 
-    python -m benchmarks.smollm2 [--seeds 1 2 3] [--only seeds|layouts] MODEL       about 80 minutes on two cores
+    python -m benchmarks.smollm2 MODEL [--seeds 1 2 3] [--only seeds|layouts]       about 80 minutes on two cores
 
 seeds     a run for each run.seed, one after another: accuracy on 256 held-out problems before and after, its seconds
 layouts   the first step of each of LAYOUTS, in fp32 and in one process in bf16: same samples, loss, gradient norm
@@ -126,7 +126,7 @@ def main() -> int:
         if args.only not in (None, part):
             continue
         written = [
-            f"$ python -m benchmarks.smollm2 --only {part} MODEL",
+            f"$ python -m benchmarks.smollm2 MODEL --only {part}",
             f"date      {time.strftime('%Y-%m-%d', time.gmtime())}",
         ]
         written += [f"versions  {versions()}", ""]
