@@ -95,32 +95,36 @@ class _VocabLogprobs(torch.autograd.Function):
             max_T = global_max_T
         logsum_T = sums_3T[0].log()
         entropy_T = logsum_T - sums_3T[1] / sums_3T[0]
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, logsum_T + max_T, entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, max_T, sums_3T[0], entropy_T)
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.reading = shard, temperature, chunk
         return sums_3T[2] - max_T - logsum_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy)."""
-        hidden_TH, weight_VH, labels_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), both times the sum of exp(z - max).
+
+        That sum is divided out per row: max + log sum would be rounded to the size of the logits, and p of a likely
+        token with it, of whose 1 - p little is left.
+        """
+        hidden_TH, weight_VH, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
         grad_logprobs_T, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_T, *ctx.reading)
-        grad_T = torch.zeros_like(logsumexp_T) if grad_logprobs_T is None else grad_logprobs_T
+        grad_T = torch.zeros_like(max_T) if grad_logprobs_T is None else grad_logprobs_T
         # a row's factor is applied to the [., H] side of both products, unless entropy makes it vary within the row
-        scale_T = (grad_T if grad_entropy_T is None else torch.ones_like(grad_T)) / -tiles.temperature
-        hot_T = torch.ones_like(grad_T) if grad_entropy_T is None else grad_T
+        scale_T = (grad_T if grad_entropy_T is None else torch.ones_like(grad_T)) / (-tiles.temperature * sum_T)
+        hot_T = sum_T if grad_entropy_T is None else grad_T * sum_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
         grad_weight_VH = ctx.main_grad
         if grad_weight_VH is None:
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
         for tokens, columns, z_CV, row_C, here_C in tiles:
-            z_CV.sub_(logsumexp_T[tokens, None])
+            z_CV.sub_(max_T[tokens, None])
             if grad_entropy_T is None:
                 grad_CV = z_CV.exp_()
             else:
                 p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[tokens]
-                constant_C = grad_T[tokens] + grad_entropy_C * entropy_T[tokens]
+                constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
             grad_CV.scatter_add_(1, row_C[:, None], (-hot_T[tokens] * here_C)[:, None])
             _add_product(grad_hidden_TH[tokens], grad_CV, weight_VH[columns])

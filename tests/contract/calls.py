@@ -38,6 +38,9 @@ CONCRETE = {  # what a value is, where its annotation says less
     ),
 }
 OPTIONAL = {("megatron.core.dist_checkpointing.save", "async_strategy")}  # given only if the installed version takes it
+_OPTIMIZER = "megatron.core.optimizer.MegatronOptimizer()"
+RENAMED = {f"{_OPTIMIZER}.get_grads_for_grad_norm": f"{_OPTIMIZER}.get_main_grads_for_grad_norm"}  # either is called
+RENAMED |= {old: new for new, old in RENAMED.items()}
 CONTAINERS = ("Sequence", "list", "Iterable", "Iterator", "tuple")
 KINDS = inspect.Parameter
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -104,6 +107,7 @@ class _File:
         self.uses: list[Use] = []
         self.added: set[str] = set()  # paths that are assigned to
         self.imports: dict[str, str] = {}
+        self.results: dict[str, dict[str, str]] = {}  # of the file's own functions, as _annotated gives them
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom | ast.Import):
                 for alias in node.names:
@@ -111,6 +115,9 @@ class _File:
                     if any(is_in(name, package) for package in PROVIDES.values()):
                         self.imports[alias.asname or alias.name] = name
                         self._add(node, name)
+        for node in tree.body:
+            if isinstance(node, Function) and node.returns:
+                self.results[node.name] = self._annotated(node.returns)
         self._body(tree.body, {}, {})
 
     def _add(self, node: ast.AST, path: str, **more: object) -> None:
@@ -149,8 +156,13 @@ class _File:
             self._body(handler.body, types, values)
 
     def _element(self, loop: ast.For | ast.comprehension, types: dict[str, str]) -> None:
-        if isinstance(loop.target, ast.Name) and isinstance(loop.iter, ast.Name):
-            self._learn(types, loop.target.id, {"": types.get(f"{loop.iter.id}[]")})
+        if isinstance(loop.target, ast.Name):
+            self._learn(types, loop.target.id, {"": self._path_of_element(loop.iter, types)})
+
+    def _path_of_element(self, node: ast.expr, types: Mapping[str, str]) -> str | None:
+        if isinstance(node, ast.Call):
+            return self.results.get(_dotted(node.func), {}).get("[]")
+        return types.get(f"{node.id}[]") if isinstance(node, ast.Name) else None
 
     @staticmethod
     def _learn(types: dict[str, str], name: str, found: Mapping[str, str | None]) -> None:
@@ -223,7 +235,7 @@ class _File:
             return f"{path}.{node.attr}" if path else None
         if isinstance(node, ast.Call):
             path = self._path(node.func, types)
-            return f"{path}()" if path else None
+            return f"{path}()" if path else self.results.get(_dotted(node.func), {}).get("")
         return None
 
     def _expression(self, node: ast.AST, types: dict[str, str], values: dict[str, ast.expr]) -> None:
@@ -234,12 +246,8 @@ class _File:
                 self._add(node, path)
             elif _dotted(node) not in types:  # not a variable of ours
                 self.added.add(path)
-        if (
-            isinstance(node, ast.comprehension)
-            and isinstance(node.iter, ast.Name)
-            and isinstance(node.target, ast.Name)
-        ):
-            self._learn(types, node.target.id, {"": types.get(f"{node.iter.id}[]")})
+        if isinstance(node, ast.comprehension):
+            self._element(node, types)
         if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             types = dict(types)
             for generator in node.generators:  # they come after what they bind
@@ -318,7 +326,8 @@ def _problem(use: Use, signatures: Signatures) -> str | None:
     if use.path not in signatures:
         is_unknown = any(signatures.get(prefix) == "" for prefix in prefixes(use.path))
         # a method of our own subclass that overrides nothing
-        return None if is_unknown or use.override else "is not in the recorded packages"
+        is_fine = is_unknown or use.override or RENAMED.get(use.path) in signatures
+        return None if is_fine else "is not in the recorded packages"
     text = signatures[use.path]
     if not text.startswith("("):
         return None

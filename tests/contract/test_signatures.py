@@ -73,6 +73,8 @@ def test_a_name_that_is_gone_is_seen(path):
         ("rollout/engine.py", "prompt_logprobs=0", "prompts_logprobs=0", "unexpected keyword argument"),
         ("trainer/optimizer.py", '"pin_cpu_grads"', '"pin_grads"', "unexpected keyword argument 'pin_grads'"),
         ("trainer/optimizer.py", "chunk.zero_grad_buffer()", "chunk.zero_grads()", "is not in the recorded packages"),
+        ("trainer/optimizer.py", "part.get_parameters()", "part.parameters()", "is not in the recorded packages"),
+        ("trainer/optimizer.py", "part.get_main_grads", "part.main_grads", "is not in the recorded packages"),
         ("trainer/layers.py", '"qk_layernorm": config', '"qk_norm": config', "unexpected keyword argument 'qk_norm'"),
         ("trainer/layers.py", "super().forward(input_)", "super().forward()", "missing a required argument: 'input_'"),
         ("trainer/parallel_groups.py", "seed, force_reset_rng", "force_reset_rng", "missing a required argument"),

@@ -28,6 +28,7 @@ from calls import (
     FORWARDED,
     KINDS,
     PROVIDES,
+    RENAMED,
     Function,
     Signatures,
     Use,
@@ -340,7 +341,7 @@ def download(requirement: Requirement, python: str, folder: Path) -> Path:
 
 def read(path: Path, found: Sequence[Use], package: str, python: str) -> tuple[dict[str, Any], list[str]]:
     """One entry of signatures.json, and the uses that the wheel does not have."""
-    wheel, texts, missing = Wheel(path), {}, []
+    wheel, texts, missing = Wheel(path), dict[str, str](), list[Use]()
     wanted = [Use("", name) for name in FORWARDED.values()] + list(found)
     for use in wanted:
         if is_in(use.path, package):
@@ -348,9 +349,11 @@ def read(path: Path, found: Sequence[Use], package: str, python: str) -> tuple[d
                 texts |= wheel.signatures(use.path)
             except Missing:
                 if use.where and not use.override:
-                    missing.append(f"{use.where}: {use.path} is not in {path.name}")
+                    missing.append(use)
     paths = {use.path for use in wanted}
-    missing += problems([use for use in found if use.path in texts], texts)
+    absent = [use for use in missing if RENAMED.get(use.path) not in texts]
+    wrong = [f"{use.where}: {use.path} is not in {path.name}" for use in absent]
+    wrong += problems([use for use in found if use.path in texts], texts)
     distribution, version = path.name.split("-")[:2]
     entry = {
         "package": distribution.replace("_", "-"),
@@ -360,7 +363,7 @@ def read(path: Path, found: Sequence[Use], package: str, python: str) -> tuple[d
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "signatures": {name: text for name, text in sorted(texts.items()) if text != f": {name}" or name in paths},
     }
-    return entry, missing
+    return entry, wrong
 
 
 def sources() -> dict[str, str]:

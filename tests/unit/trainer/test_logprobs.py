@@ -85,6 +85,24 @@ def test_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: t
         assert (ours - true).abs().max() <= tolerance * true.abs().max(), number
 
 
+@pytest.mark.parametrize("of_entropy", [False, True])
+def test_gradients_at_likely_tokens_are_not_rounded_to_the_size_of_the_logits(of_entropy: bool) -> None:
+    """max + log sum has steps of 4e-6 at 40, and p has them with it."""
+    logits = torch.zeros(64, VOCAB)
+    logits[:, 0] = torch.linspace(33, 40, 64)
+    logits[:, 1] = logits[:, 0] - torch.linspace(0.5, 6, 64)
+    labels, found = torch.zeros(64, dtype=torch.long), []
+    for dtype in (torch.float32, torch.float64):
+        hidden = logits.to(dtype, copy=True).requires_grad_()  # times the identity: logits without an error
+        shard = VocabShard.of(VOCAB, VOCAB, dist.group.WORLD)
+        ours = token_outputs(
+            hidden, torch.eye(VOCAB, dtype=dtype), labels, shard, temperature=1.0, chunk=64, entropy=of_entropy
+        )
+        (ours.logprobs_T.sum() + (ours.entropy_T.sum() if of_entropy else 0)).backward()
+        found.append(hidden.grad.double())
+    assert_close(*found, atol=2e-7, rtol=0)
+
+
 def test_the_gradient_goes_to_main_grad_where_there_is_one() -> None:
     hidden, weight, labels = draw()
     shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
