@@ -66,7 +66,8 @@ def test_layouts_of_a_model_agree(found: dict[str, Any]) -> None:
     for name, case in each(found):
         one = first.setdefault(case["model"], case)["steps"]
         for step, tolerance in ((0, 1e-6), (1, 1e-5)):
-            assert case["steps"][step] == pytest.approx(one[step], rel=tolerance, abs=1e-7), name  # losses near 0
+            # a loss is the sum of terms of about 1 that nearly cancel
+            assert case["steps"][step] == pytest.approx(one[step], rel=tolerance, abs=tolerance / 10), name
 
 
 def test_replicas_of_a_parameter_are_bit_equal(found: dict[str, Any]) -> None:

@@ -253,7 +253,7 @@ TRAINER = [
     ),
     (
         "trainer/logprobs.py",
-        "constant_C = grad_T[tokens] + grad_entropy_C * entropy_T[tokens]",
+        "constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]",
         "constant_C = grad_T[tokens]",
         f"{LOGPROBS}::test_values_and_gradients",
     ),
