@@ -22,6 +22,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.exhaustive import RESULTS, ROOT, versions
 
@@ -75,10 +76,11 @@ def draw(runs: Mapping[int, tuple[list[Row], list[Row]]], file: Path) -> None:
     matplotlib.use("Agg")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True, layout="constrained")
     colours = ("#0b6bcb", "#c2410c", "#15803d", "#7e22ce")
-    for (seed, (metrics, held_out)), colour in zip(runs.items(), colours, strict=False):
+    for number, ((seed, (metrics, held_out)), colour) in enumerate(zip(runs.items(), colours, strict=False)):
         panels[0].plot([row["step"] + 1 for row in metrics], [row["reward/mean"] for row in metrics], color=colour)
         for panel, key in zip(panels[1:], FIGURES, strict=True):
-            steps, values = [row["step"] for row in held_out], [row[key] for row in held_out]
+            steps = [row["step"] + 0.3 * (number - (len(runs) - 1) / 2) for row in held_out]  # bars beside each other
+            values = [row[key] for row in held_out]
             errors = [[abs(row[f"{key}/{end}"] - row[key]) for row in held_out] for end in ("low", "high")]
             panel.errorbar(steps, values, errors, color=colour, marker="o", capsize=3, label=f"seed {seed}")
     titles = ("reward of the samples trained on", *(f"256 held-out problems, {name}" for name in FIGURES.values()))
@@ -86,6 +88,7 @@ def draw(runs: Mapping[int, tuple[list[Row], list[Row]]], file: Path) -> None:
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("step")
         panel.set_ylim(0, 1)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     panels[2].legend(frameon=False)
