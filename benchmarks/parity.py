@@ -9,7 +9,7 @@ faults    the engine has the published weights; the trainer is then changed in o
           Statistic over bound, at least 2 (1, refused, for the norm of one layer), and the cause that is named. Older
           weights are those of before 20 updates.
 
-A full run writes benchmarks/results/parity.txt.
+A full run writes benchmarks/results/parity.txt; one that was interrupted continues (parity.part).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from megarl.trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "parity.txt"
+PART = RESULTS.with_suffix(".part")
 UPDATES = 20  # between older weights and the trainer's
 LAYOUTS = {
     "one process": "",
@@ -282,28 +283,36 @@ def run_training(arguments: list[str]) -> float:
     return max(json.loads(line).get("logprob_diff/statistic", 0.0) for line in lines) / MAX_EXCESS
 
 
-def report(only: str, real: str | None) -> Iterator[str]:
-    """Runs everything; yields the lines of the report."""
+def run_faults(arguments: list[str]) -> Iterator[tuple[float, str]]:
+    """Yields statistic over bound, and what was planted and named."""
+    command = [sys.executable, "-m", "benchmarks.parity", "--faults", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=child_env(OMP_NUM_THREADS=1)
+    )
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        right = "" if found["is_named"] else "  WRONG NAME"
+        yield found["ratio"], f"{found['fault']} ({found['size']}): {found['cause']}{right}"
+
+
+def cases(real: str | None) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
+    """Yields section, name, and what runs it and returns its lines."""
     path = [f"model.path={real}"] if real else []
-    yield "healthy: statistic / bound, at most 0.5"
+    healthy, faulty = (
+        "healthy: statistic / bound, at most 0.5",
+        "faults: statistic / bound, at least 2, and the cause that is named",
+    )
     for name, arguments in healthy_starts(real):
-        if only in name:
-            yield f"  {run_start(arguments):8.3f}  {name}"
+        yield healthy, name, lambda name=name, keys=arguments: [f"  {run_start(keys):8.3f}  {name}"]
     for name, text in (TRAININGS | (REAL_TRAININGS if real else {})).items():
-        if only in name:
-            yield f"  {run_training([*text.split(), *(path if name in REAL_TRAININGS else [])]):8.3f}  {name}"
-    yield "faults: statistic / bound, at least 2, and the cause that is named"
+        keys = [*text.split(), *(path if name in REAL_TRAININGS else [])]
+        yield healthy, name, lambda name=name, keys=keys: [f"  {run_training(keys):8.3f}  {name}"]
     for name, text in (FAULTS | (REAL_FAULTS if real else {})).items():
-        if only not in name:
-            continue
-        command = [sys.executable, "-m", "benchmarks.parity", "--faults", *text.split()]
-        command += path if name in REAL_FAULTS else []
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True, env=child_env(OMP_NUM_THREADS=1)
+        keys = [*text.split(), *(path if name in REAL_FAULTS else [])]
+        yield (
+            faulty,
+            name,
+            lambda name=name, keys=keys: [f"  {ratio:8.3g}  {name}: {text}" for ratio, text in run_faults(keys)],
         )
-        for found in json.loads(done.stdout.splitlines()[-1]):
-            right = "" if found["is_named"] else "  WRONG NAME"
-            yield f"  {found['ratio']:8.3g}  {name}: {found['fault']} ({found['size']}): {found['cause']}{right}"
 
 
 def main() -> int:
@@ -315,12 +324,22 @@ def main() -> int:
     if args.faults:
         print(json.dumps([asdict(found) for found in plant_faults(args.faults[0], args.faults[1:])]))
         return 0
-    lines = [f"date      {time.strftime('%Y-%m-%d', time.gmtime())}", f"versions  {versions()}", ""]
-    for line in report(args.only, args.real):
-        print(line, flush=True)
-        lines.append(line)
-    if not args.only and args.real:
+    is_full = args.real and not args.only
+    done: dict[str, list[str]] = json.loads(PART.read_text()) if is_full and PART.exists() else {}
+    lines = [f"date      {time.strftime('%Y-%m-%d', time.gmtime())}", f"versions  {versions()}"]
+    previous = ""
+    for section, name, run in cases(args.real):
+        if args.only in name:
+            found = done[f"{section}: {name}"] = done.get(f"{section}: {name}") or run()
+            heading = ["", section] if section != previous else []
+            print(*heading, *found, sep="\n", flush=True)
+            lines += [*heading, *found]
+            previous = section
+            if is_full:
+                PART.write_text(json.dumps(done, indent=1))
+    if is_full:
         RESULTS.write_text("\n".join(["$ python -m benchmarks.parity --real FOLDER", *lines, ""]))
+        PART.unlink()
     return 0
 
 
