@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.exhaustive import versions
 from megarl.algorithms.objective import loss_weights, supervised_loss
-from megarl.algorithms.parity import MAX_EXCESS, Excess, Quantiles
+from megarl.algorithms.parity import Excess, Quantiles
 from megarl.config.load import load_config
 from megarl.data.packing import plan_microbatches
 from megarl.debug.layout_check import prompt_rows
@@ -189,7 +189,8 @@ class Faults:
         rank = replace(self.rank, config=config.model_copy(update={"rollout": rollout}))
         batch = replace(parity_batch(rank, self.engine), temperature=1.0)
         measured = measure_logprobs(self.trainer, batch)
-        excess = Excess(Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask]), measured.floor)
+        found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
+        excess = self.checks.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
         few, logprobs_T = sampled_rows(batch, 8)
         assert self.checks.find
         cause = self.checks.find(few, measure_logprobs(self.trainer, few).floor, logprobs_T)
@@ -276,11 +277,12 @@ def run_start(arguments: list[str]) -> float:
 
 
 def run_training(arguments: list[str]) -> float:
-    """Returns the largest statistic of all steps over the smallest bound."""
+    """Returns the largest statistic / bound of all steps."""
     with tempfile.TemporaryDirectory() as folder:
         megarl("train", *arguments, f"run.dir={folder}", "run.name=parity")
         lines = (Path(folder) / "parity" / "metrics.jsonl").read_text().splitlines()
-    return max(json.loads(line).get("logprob_diff/statistic", 0.0) for line in lines) / MAX_EXCESS
+    steps = (json.loads(line) for line in lines)
+    return max(step["logprob_diff/statistic"] / step["logprob_diff/limit"] for step in steps)
 
 
 def run_faults(arguments: list[str]) -> Iterator[tuple[float, str]]:

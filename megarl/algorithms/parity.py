@@ -84,6 +84,7 @@ class Excess:
 
     found: Quantiles
     floor: Quantiles
+    num_independent: int | None = None  # None: every token
 
     @property
     def statistic(self) -> float:
@@ -94,8 +95,9 @@ class Excess:
 
     @property
     def limit(self) -> float:
-        """MAX_EXCESS, and more for so few tokens that quantiles waver."""
-        return MAX_EXCESS * (1 + 2 / max(self.found.count, 1) ** 0.5) ** 2
+        """MAX_EXCESS, and more for so few independent tokens that quantiles waver."""
+        count = self.found.count if self.num_independent is None else self.num_independent
+        return MAX_EXCESS * (1 + 2 / max(count, 1) ** 0.5) ** 2
 
     @property
     def is_explained(self) -> bool:

@@ -64,25 +64,30 @@ class CauseSearch:
             return self._of_model(batch_1, floor, rank)
         if rollout_logprobs_T is None:
             return None
-        if temperature := self._fitted_temperature(batch, rollout_logprobs_T):
+        if temperature := self._fitted_temperature(batch, floor, rollout_logprobs_T):
             return (
                 f"the sampling settings: the engine sampled at temperature {temperature:.2g}, "
                 f"the trainer divides logits by {batch.temperature:g}"
             )
         return "decoding: scored again from the start, these tokens agree; positions, KV cache or sampling settings"
 
-    def _fitted_temperature(self, batch: TokenBatch, rollout_logprobs_T: Tensor) -> float | None:
-        """Returns the temperature that explains most of the difference, None if none does."""
+    def _fitted_temperature(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor) -> float | None:
+        """Returns the temperature that leaves little of the difference, or what rounding explains; None: none does."""
+
+        def diff_at(log2: float) -> Quantiles:
+            at = replace(batch, temperature=batch.temperature * 2**log2)
+            return _diff(batch, self._run(at).logprobs_T - rollout_logprobs_T)
 
         def off_by(log2: float) -> float:
-            at = replace(batch, temperature=batch.temperature * 2**log2)
-            return _diff(batch, self._run(at).logprobs_T - rollout_logprobs_T).median
+            return diff_at(log2).median
 
         best, width, unfitted = 0.0, 1.0, off_by(0.0)
         for _ in range(4):
             tried = {x: off_by(x) for x in torch.linspace(best - width, best + width, 7).tolist()}
             best, width = min(tried, key=lambda x: tried[x]), width / 3
-        return batch.temperature * 2**best if off_by(best) < 0.2 * unfitted else None
+        left = diff_at(best)
+        is_fitted = left.median < 0.2 * unfitted or (left.median < 0.5 * unfitted and Excess(left, floor).is_explained)
+        return batch.temperature * 2**best if is_fitted else None
 
     def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
         """Names the sublayers of the engine on `rank` that differ on their own, then the head if it does."""

@@ -30,8 +30,10 @@ from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.transports import Transport
 
 PROBE_PROMPTS = 8
+MOE_PROBE_PROMPTS = 32
 PROBE_TOKENS = 32  # that the engine adds to each
 DRAWS = 4  # of rounding errors
+REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
 
 
@@ -115,6 +117,7 @@ class ParityChecks:
     is_moe: bool = False
     find: FindsCause | None = None
     floor: Quantiles | None = None  # as last measured
+    floor_age: int = REMEASURED_EVERY  # batches since, or many
 
     def check(self) -> None:
         """publish.Probe."""
@@ -150,22 +153,32 @@ class ParityChecks:
         if self.engine:
             scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
             found = Quantiles.of(logprobs_K - scores_K)
-        return batch, [Excess(each, floor) for each in self.transport.gather(found) if each is not None]
+        return batch, [
+            self.excess(each, floor, prompts=len(rows)) for each in self.transport.gather(found) if each is not None
+        ]
+
+    def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
+        """With experts, only prompts are independent: one token routed elsewhere moves all that follow it, and every
+        sample of its prompt."""
+        return Excess(found, floor, prompts if self.is_moe else None)
 
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
 
-        The floor is that of an earlier batch, and measured on this one before it is refused.
+        The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
+        REMEASURED_EVERY batches where more than half of the limit is used up.
         """
-        parity, found = compare(batch), self._sampled(batch)
-        excess = Excess(found, self.floor or self._remeasured(batch))
-        if self.max_diff is not None:
-            is_fine = max(parity.max, parity.mean) <= self.max_diff
-        elif not (is_fine := excess.is_explained):
-            excess = Excess(found, self._remeasured(batch))
-            is_fine = excess.is_explained
-        if is_fine:
-            return parity.metrics() | {"logprob_diff/statistic": excess.statistic}
+        parity, found, prompts = compare(batch), self._sampled(batch), batch.prompt_id.unique().numel()
+        excess = self.excess(found, self.floor or self._remeasured(batch), prompts=prompts)
+        self.floor_age += 1
+        is_doubtful = excess.statistic > excess.limit / 2 and self.floor_age > REMEASURED_EVERY
+        if self.max_diff is None and (is_doubtful or not excess.is_explained):
+            excess = self.excess(found, self._remeasured(batch), prompts=prompts)
+        if excess.is_explained if self.max_diff is None else max(parity.max, parity.mean) <= self.max_diff:
+            return parity.metrics() | {
+                "logprob_diff/statistic": excess.statistic,
+                "logprob_diff/limit": excess.limit,
+            }
         raise CheckFailed(
             f"log-probs of trainer and engine differ by {parity.max:.3g} at most and {parity.mean:.3g} on average "
             f"({self._bound(excess)}); worst: row {parity.row}, sampled token {parity.position}, "
@@ -193,7 +206,7 @@ class ParityChecks:
 
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
         assert self.measure is not None
-        self.floor = self.measure(batch).floor
+        self.floor, self.floor_age = self.measure(batch).floor, 0
         return self.floor
 
     def _first(self, x: Tensor, *, has_one: bool) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from megarl.algorithms.objective import Objective
-from megarl.algorithms.parity import Excess, Quantiles
+from megarl.algorithms.parity import Quantiles
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, Task
 from megarl.data.collate import collate
@@ -23,6 +23,7 @@ from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, ma
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
     CAUSE_ROWS,
+    MOE_PROBE_PROMPTS,
     PROBE_PROMPTS,
     PROBE_TOKENS,
     ParityChecks,
@@ -95,7 +96,7 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
         batch = parity_batch(rank, engine)
         measured = measure_logprobs(trainer, batch)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
-        excess = Excess(found, measured.floor)
+        excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
         if env.is_main:
             print(f"{found.count} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
             print(f"measured   {found}")
@@ -252,11 +253,12 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     config = rank.config
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
     longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
+    count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
     return ParityChecks(
         rank.transport,
         partial(measure_logprobs, trainer),
         engine,
-        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(PROBE_PROMPTS)],
+        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
         always=config.checks.probe == "always",

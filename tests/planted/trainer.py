@@ -125,9 +125,21 @@ TRAINER = [
     ),
     (
         "algorithms/parity.py",
-        "return MAX_EXCESS * (1 + 2 / max(self.found.count, 1) ** 0.5) ** 2",
+        "return MAX_EXCESS * (1 + 2 / max(count, 1) ** 0.5) ** 2",
         "return MAX_EXCESS",
         "unit/algorithms/test_parity.py::test_excess_by_hand",
+    ),
+    (
+        "launch/parity.py",
+        "is_doubtful or not excess.is_explained",
+        "not excess.is_explained",
+        "unit/launch/test_parity.py::test_the_floor_is_measured_again_where_half_the_limit_is_used_up_but_not_every_time",
+    ),
+    (
+        "launch/parity.py",
+        "prompts if self.is_moe else None",
+        "None",
+        "unit/launch/test_parity.py::test_with_experts_prompts_are_independent_and_their_tokens_are_not",
     ),
     (
         "launch/parity.py",
@@ -143,8 +155,8 @@ TRAINER = [
     ),
     (
         "launch/parity.py",
-        "self.floor = self.measure(batch).floor",
-        "self.floor = self.floor or self.measure(batch).floor",
+        "self.floor, self.floor_age = self.measure(batch).floor, 0",
+        "self.floor, self.floor_age = self.floor or self.measure(batch).floor, 0",
         "unit/launch/test_parity.py::test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own",
     ),
     (
@@ -161,9 +173,15 @@ TRAINER = [
     ),
     (
         "debug/parity_cause.py",
-        "off_by(best) < 0.2 * unfitted",
-        "off_by(best) <= unfitted",
+        "is_fitted = left.median < 0.2 * unfitted",
+        "is_fitted = left.median <= unfitted",
         "unit/trainer/test_parity_cause.py::test_tokens_that_agree_when_scored_again_point_to_decoding",
+    ),
+    (
+        "debug/parity_cause.py",
+        "Excess(left, floor).is_explained)",
+        "False)",
+        "unit/trainer/test_parity_cause.py::test_a_temperature_may_leave_what_rounding_explains",
     ),
     (
         "debug/parity_cause.py",

@@ -56,7 +56,7 @@ def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
     return ParityChecks(InProcess(), trainer, Engine(error), PROMPTS, 24, **options), trainer
 
 
-def batch_of(diff: float, count: int = 100) -> Any:
+def batch_of(diff: float, count: int = 100, prompts: int = 1) -> Any:
     """One row, of which each second token is sampled; the others are far off."""
     sampled = torch.arange(2 * count) % 2 == 0
     old = torch.full((2 * count,), -2.0)
@@ -64,7 +64,13 @@ def batch_of(diff: float, count: int = 100) -> Any:
     tokens = {name: torch.zeros(2 * count, dtype=torch.int64) for name in ("tokens", "labels")}
     cu = torch.tensor([0, 2 * count])
     return SimpleNamespace(
-        mask=sampled, old_logprobs=old, rollout_logprobs=rollout, cu_seqlens=cu, temperature=0.7, **tokens
+        mask=sampled,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        cu_seqlens=cu,
+        temperature=0.7,
+        prompt_id=torch.arange(prompts),
+        **tokens,
     )
 
 
@@ -102,6 +108,27 @@ def test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own() ->
     trainer.floor = Quantiles(0.05, 0.05, 0.05, 1)
     assert parity.parity(batch_of(0.05))["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3)
     assert parity.floor == trainer.floor and len(trainer.batches) == 3
+
+
+def test_the_floor_is_measured_again_where_half_the_limit_is_used_up_but_not_every_time() -> None:
+    parity, trainer = checks()
+    parity.probe()
+    for step in range(15):
+        statistic = parity.parity(batch_of(0.0125))["logprob_diff/statistic"]
+        assert statistic == pytest.approx(1.5625, rel=1e-3)
+        assert len(trainer.batches) == 1 + (step >= 0) + (step >= 11), f"step {step}"
+
+
+def test_with_experts_prompts_are_independent_and_their_tokens_are_not() -> None:
+    dense, moe = checks(error=0.015)[0], checks(error=0.015, is_moe=True)[0]
+    (of_dense,), (of_moe,) = dense.probe()[1], moe.probe()[1]
+    assert (of_dense.limit, of_moe.limit) == pytest.approx((2 * (1 + 2 / 48**0.5) ** 2, 2 * (1 + 2 / 2**0.5) ** 2))
+    metrics = moe.parity(batch_of(0.019, prompts=16))
+    assert metrics["logprob_diff/statistic"] == pytest.approx(3.61, rel=1e-3) and metrics["logprob_diff/limit"] == 4.5
+    with pytest.raises(CheckFailed, match=r"statistic 3\.61, at most 2\.88"):
+        dense.parity(batch_of(0.019, prompts=16))
+    with pytest.raises(CheckFailed, match=r"statistic 3\.61, at most 3\.37"):
+        moe.parity(batch_of(0.019, prompts=45))
 
 
 def test_a_bound_of_the_config_replaces_what_rounding_explains() -> None:

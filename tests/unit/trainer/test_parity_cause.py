@@ -3,6 +3,7 @@ in tests/dist/test_parity_faults.py."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from tiny_trainer import build, make_batch
 from torch import Tensor
 
-from megarl.algorithms.parity import FORMAT_EPS
+from megarl.algorithms.parity import FORMAT_EPS, Quantiles
 from megarl.data.collate import token_batch
 from megarl.debug.parity_cause import CauseSearch
 from megarl.debug.sublayers import trainer_sublayers
@@ -179,6 +180,20 @@ def test_another_temperature_is_named(trainer: Trainer, temperature: float, samp
         cause is not None
         and f"sampled at temperature {sampled:.2g}, the trainer divides logits by {temperature:g}" in cause
     )
+
+
+def test_a_temperature_may_leave_what_rounding_explains(trainer: Trainer) -> None:
+    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    found, engine = search(trainer, healthy)
+    rollout_T = engine.sampled(replace(batch, temperature=0.9))
+    off_K = (rollout_T - engine.sampled(batch))[batch.mask].double()
+    noise_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0)) * 0.5 * off_K.abs().median()
+    floor = Quantiles.of(noise_T[batch.mask])
+    cause = found.find(batch, floor, rollout_T + noise_T)
+    assert cause is not None and re.search(r"sampled at temperature 0\.(8[5-9]|9)", cause), cause
+    less = replace(floor, median=floor.median / 4, p90=floor.p90 / 4)
+    cause = found.find(batch, less, rollout_T + noise_T)
+    assert cause is not None and cause.startswith("decoding"), cause
 
 
 def test_tokens_that_agree_when_scored_again_point_to_decoding(trainer: Trainer) -> None:
