@@ -106,7 +106,7 @@ def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
     done = train(tmp_path, "tiny_moe", "--parity", "train.dtype=bf16", "run.name=tiny", command="check")
     assert done.returncode == 0, done.stderr
     figures = re.fullmatch(
-        r"\d+ sampled tokens, bf16.*measured +median (\S+), .*floor +median (\S+), .*statistic +(\S+), at most (\S+) .*",
+        r"\d+ sampled tokens, bf16.*measured +median (\S+), .*floor +median (\S+), .*statistic +(\S+), at most (\S+).*",
         done.stdout,
         re.DOTALL,
     )
