@@ -11,19 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.data.hf_dataset import Row, load_rows, parse_options
+from megarl.data.task_judge import TaskJudge, import_reasoning_gym
 from megarl.data.user_code import import_function, is_dotted
 
 Split = Literal["train", "eval"]
@@ -188,9 +187,7 @@ def _text_of(question: Question) -> str:
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs to `split`."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # from a package it imports, once per installation
-            import reasoning_gym
+        reasoning_gym = import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
@@ -199,7 +196,8 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)} others, such as chain_sum"
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {hint}")
     try:
-        dataset = reasoning_gym.create_dataset(name, **({"seed": 0} | task.options))
+        options = {"seed": 0} | task.options
+        dataset = reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"reasoning_gym:{name} rejects task.options={task.options}: {reason}") from None
@@ -209,8 +207,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         for attempt in range(ATTEMPTS):
             entry = dataset[hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
             if _split_of(entry["question"]) == split:
-                score = partial(dataset.score_answer, entry=entry)
-                return Problem(entry["question"], _text(entry["answer"]), {"score": score})
+                return Problem(entry["question"], _text(entry["answer"]), {"score": TaskJudge(name, options, entry)})
         raise ValueError(
             f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
             f"to hold some out; widen task.options={task.options}"

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +81,7 @@ class Child:
 class ForkServer:
     """Starts its server at the first request, and again if it has died. Any thread may call `start`."""
 
-    modules: Sequence[str] = ()  # to preload
+    modules: Sequence[str] = ()  # to preload: "module", or "module:function" to call once
     path: Sequence[str] = ()  # added to the server's sys.path
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: subprocess.Popen[bytes] | None = None
@@ -265,13 +265,18 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
             target, spec = pickle.loads(stream.read(size))  # from the caller; the child cannot write to it
-        module, _, name = target.partition(":")
-        status = getattr(importlib.import_module(module), name)(spec, *descriptors) or 0
+        status = load(target)(spec, *descriptors) or 0
     except BaseException:  # noqa: BLE001 (nothing may return into the server's loop)
         with suppress(BaseException):
             traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function named "module:function"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def main() -> None:
@@ -283,8 +288,11 @@ def main() -> None:
     path, modules = pickle.loads(requests.recv(1 << 16))
     sys.path += path
     try:
-        for module in modules:
-            importlib.import_module(module)
+        for name in modules:
+            if ":" in name:
+                load(name)()
+            else:
+                importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 (a module may raise anything)
         requests.send(f"{type(error).__name__}: {error}"[:1000].encode())
         return

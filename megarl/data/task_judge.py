@@ -1,0 +1,154 @@
+"""reasoning-gym's own judges, in processes of their own; some of them evaluate an answer as Python.
+
+    trainer: TaskJudge(name, options, entry) + text --JudgePool--> child: in the expected form? -> score_answer -> float
+
+Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even there. They see an
+answer only in the form of an honest one: for `eval`, what Python cannot parse, or literals; for parse_expr, arithmetic
+with the names of the problem. Any other answer is judged as plain nonsense is. The arithmetic puzzles are also checked
+with exact numbers: puzzle24 accepts other numbers than it gave, and truncates 24.9 to 24.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from megarl.jail.judging import JudgePool, Verdict
+
+TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the judge
+NONSENSE = "?"
+TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
+FUNCTIONS = {*"sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()}
+POOL = JudgePool.of("megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym")
+
+
+@dataclass(frozen=True)
+class TaskJudge:
+    """Judges answers to one problem: ``judge(text) -> float``, with 0 for a text that ends its judge."""
+
+    name: str
+    options: Mapping[str, Any]
+    entry: Mapping[str, Any] = field(repr=False)
+
+    def __call__(self, text: str) -> float:
+        verdict = judge_answers([self], [text], timeout_s=TIMEOUT_S)[0]
+        if verdict.value is None:
+            raise RuntimeError(verdict.detail)
+        return verdict.value
+
+
+def judge_answers(judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_s: float) -> list[Verdict]:
+    """One verdict per answer, each with its own judge. `timeout_s` is in CPU seconds of one answer."""
+    verdicts: list[Verdict | None] = [None] * len(texts)
+    tasks: list[TaskJudge] = []  # one per kind of problem
+    for judge in judges:
+        if not any((judge.name, judge.options) == (task.name, task.options) for task in tasks):
+            tasks.append(judge)
+    for task in tasks:
+        rows = [row for row, judge in enumerate(judges) if (judge.name, judge.options) == (task.name, task.options)]
+        items = [(texts[row], judges[row].entry) for row in rows]
+        for row, verdict in zip(rows, POOL.judge((task.name, task.options), items, timeout_s=timeout_s), strict=True):
+            verdicts[row] = verdict
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+# --- the judge's process ------------------------------------------------------------------------------------------
+
+
+def import_reasoning_gym() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a package it imports, once per installation
+        import reasoning_gym
+    return reasoning_gym
+
+
+def make_judge(context: tuple[str, Mapping[str, Any]]) -> Callable[[str, Mapping[str, Any]], float | Verdict]:
+    name, options = context
+    dataset = import_reasoning_gym().create_dataset(name, **options)
+
+    def judge(text: str, entry: Mapping[str, Any]) -> float | Verdict:
+        task = entry.get("metadata", {}).get("source_dataset") or name  # name may be a composite
+        if text != entry["answer"] and not all(FORMS[kind](text, entry) for kind in {name, task} & FORMS.keys()):
+            score = float(dataset.score_answer(NONSENSE, entry=entry))
+            return Verdict(score, "refused", f"{text[:60]!r} is not in the form of an answer to {task}")
+        score = float(dataset.score_answer(text, entry=entry))
+        return min(score, INEXACT[task]) if task in INEXACT and not solves(text, entry["metadata"]) else score
+
+    return judge
+
+
+def is_inert(text: str, entry: Mapping[str, Any]) -> bool:
+    """Whether ``eval(text)`` could only make literals, or fail to parse."""
+    try:
+        ast.parse(text.lstrip(" \t"), mode="eval")
+    except (SyntaxError, ValueError):
+        return True
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def is_polynomial(text: str, entry: Mapping[str, Any]) -> bool:
+    return _has_only(text, {str(name) for name in entry["metadata"]["variables"]})
+
+
+def is_antiderivative(text: str, entry: Mapping[str, Any]) -> bool:
+    return _has_only(text, {*FUNCTIONS, "C", "E", "pi", str(entry["metadata"]["variable"])})
+
+
+def is_arithmetic(text: str, entry: Mapping[str, Any]) -> bool:
+    return re.fullmatch(r"[-+*/()0-9 ]*", text) is not None and "**" not in text and "//" not in text
+
+
+def _has_only(text: str, names: set[str]) -> bool:
+    """Numbers, operators, parentheses and `names`: no attribute, index, comparison or other function."""
+    tokens = TOKEN.findall(text)
+    words = (token for token in tokens if token[0].isalpha() or token[0] == "_")
+    return "".join(tokens) == text and all(word in names for word in words)
+
+
+def solves(text: str, problem: Mapping[str, Any]) -> bool:
+    """Whether an arithmetic expression equals the target exactly and uses each given number once."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return _value(tree) == problem.get("target", 24) and Counter(_numbers(tree)) == Counter(problem["numbers"])
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return False
+
+
+def _numbers(tree: ast.AST) -> list[Any]:
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+
+
+def _value(tree: ast.AST) -> Fraction:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return _value(left) / _value(right)
+    raise ValueError(f"{type(tree).__name__} is not arithmetic")
+
+
+FORMS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_inert),
+    **dict.fromkeys(("simple_integration", "intermediate_integration"), is_antiderivative),
+    **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
+    "polynomial_multiplication": is_polynomial,
+}
+INEXACT = {"countdown": 0.05, "puzzle24": 0.01}  # what reasoning-gym gives an expression with another value
