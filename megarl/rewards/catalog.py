@@ -1,6 +1,7 @@
 """Resolves the rewards of a config by name and checks their options, before anything starts.
 
-accuracy, format         --> a function of rules.py
+accuracy                 --> rules.py, with judges in processes of their own
+format                   --> a function of rules.py
 code, judge, process     --> the module of that name
 package.module:function  --> the user's function
 a URL                    --> a server (remote.py)
@@ -15,14 +16,14 @@ from megarl.config.schema import Reward
 from megarl.data.user_code import import_function, is_dotted
 from megarl.rewards.code import make_code
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import BatchReward, Decode
+from megarl.rewards.interface import BatchReward, Decode, unknown_option
 from megarl.rewards.judge import make_judge
 from megarl.rewards.process import make_process
 from megarl.rewards.remote import make_remote
-from megarl.rewards.rules import BUILT_IN
+from megarl.rewards.rules import BUILT_IN, Accuracy
 
 MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
-NAMES = (*BUILT_IN, *MAKERS, "process")
+NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process")
 
 
 def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
@@ -40,6 +41,10 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     name = reward.name
     if name in MAKERS:
         return MAKERS[name](reward)
+    if name == "accuracy":
+        if unknown := next(iter(reward.options), None):
+            raise unknown_option(name, unknown, [])
+        return BatchReward(name, reward.weight, Accuracy(timeout_s))
     if name == "process":
         return make_process(reward, decode or (lambda tokens: ""))
     if "://" in name:

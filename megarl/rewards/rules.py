@@ -1,31 +1,58 @@
-"""The built-in reward functions: text or tokens -> float. functions.py describes the arguments.
+"""The built-in rewards: text or tokens -> float.
 
-No torch; heavy parsers are imported when they are first needed.
+    accuracy: final answer --equal text or number--> 1
+                           --else--> the task's own judge, or math-verify, in a process of its own --> 0 to 1
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from megarl.rewards.interface import Score
+from megarl.data.task_judge import TaskJudge, judge_answers
+from megarl.jail.judging import JudgePool
+from megarl.rewards.interface import Score, ScoreRequest, try_score
+from megarl.rewards.maths import compare
+from megarl.rewards.time_limit import call_with_time_limit
 
-MAX_MATHS_CHARS = 2000  # longer answers are not parsed as mathematics, only compared as text
+MATHS = JudgePool.of("megarl.rewards.maths_judge:make_judge", "megarl.rewards.maths_judge:import_math_verify")
 
 
-def accuracy(*, final_answer: str | None, answer: str | None, score: Callable[[str], float] | None = None) -> Score:
-    """The result of the task's own `score` function, or 1 if the final answer equals the reference as text or maths.
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The result of the task's own judge, or 1 if the final answer equals the reference as text or mathematics.
 
-    A response without a final answer scores 0. A `score` that is not callable is a column of the task's file and is
-    ignored.
+    A response without a final answer scores 0. So does one whose judge raises an error, runs out of memory, or takes
+    more than `timeout_s` CPU seconds. A `score` that is not callable is a column of the task's file and is ignored.
     """
-    if final_answer is None:
-        return Score(0.0, "no_answer", "there is nothing at the place that task.answer names")
-    if callable(score):
-        return Score(float(score(final_answer)))
-    if answer is None:
-        raise ValueError("the problem has no answer to compare with")
-    return Score(float(_normalise(final_answer) == _normalise(answer) or _equal_maths(final_answer, answer)))
+
+    timeout_s: float = 10.0
+
+    def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        scores, own, maths = [Score(0.0)] * len(requests), [], []
+        for row, request in enumerate(requests):
+            text, answer, judge = request.final_answer, request.answer, request.extra.get("score")
+            if text is None:
+                scores[row] = Score(0.0, "no_answer", "there is nothing at the place that task.answer names")
+            elif isinstance(judge, TaskJudge):
+                own.append((row, judge, text))
+            elif callable(judge):  # the user's own
+                scores[row] = try_score(self._call, judge, text)
+            elif answer is None:
+                scores[row] = Score(None, "error", "the problem has no answer to compare with")
+            elif isinstance(equal := compare(text, answer), bool):
+                scores[row] = Score(float(equal))
+            else:
+                maths.append((row, equal, answer))
+        verdicts = judge_answers([judge for _, judge, _ in own], [text for *_, text in own], timeout_s=self.timeout_s)
+        verdicts += MATHS.judge(None, [question[1:] for question in maths], timeout_s=self.timeout_s)
+        for (row, *_), verdict in zip([*own, *maths], verdicts, strict=True):
+            scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
+        return scores
+
+    def _call(self, judge: Callable[[str], float], text: str) -> Score:
+        return Score(float(call_with_time_limit(partial(judge, text), {}, timeout_s=self.timeout_s)))
 
 
 def format_think(*, response: str) -> float:
@@ -41,19 +68,4 @@ def even_fraction(*, tokens: Sequence[int]) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
-def _normalise(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")
-
-
-def _equal_maths(candidate: str, answer: str) -> bool:
-    if len(candidate) > MAX_MATHS_CHARS:
-        return False
-    import math_verify
-
-    # without its own time limits, which need the process's only alarm; FunctionReward limits the whole call
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that at every call
-    gold, target = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, candidate))
-    return bool(math_verify.verify(gold, target, timeout_seconds=None))
-
-
-BUILT_IN: dict[str, Callable[..., float | Score]] = {"accuracy": accuracy, "format": format_think}
+BUILT_IN: dict[str, Callable[..., float | Score]] = {"format": format_think}

@@ -1,0 +1,135 @@
+"""Compares a final answer with a reference, as text, as numbers and as mathematics. Pure text functions, no parser.
+
+    equal text or number -> right; not mathematics, or in a form that misleads the parser -> wrong; else parts to verify
+
+math-verify (maths_judge.py, in a process of its own) drops signs it does not know, takes the last value of what it
+cannot parse, and reads words as products of letters: 'silent' equals 'listen'. So it is asked about mathematics only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+MAX_CHARS = 2000  # longer answers are only compared as text
+NUMBER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.([0-9]*))?\.?")
+COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
+UNITS = "cm|mm|km|kg|mg|ml|ft|lb|oz|hr"
+WORD = re.compile(rf"[A-Za-z]{{3,}}|(?<=[\s{{])[A-Za-z]{{2}}(?![A-Za-z])|(?<![A-Za-z])(?:{UNITS})(?![A-Za-z])")
+LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]:[0-9][0-9]")  # H2O, e4, 2024-01-05, 12:30
+OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\\u2212-]")
+NAME = re.compile(r"\s*(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+|\\(?:text|mathrm)\{[A-Za-z ]*\})(?:_\{?\w+\}?)?(?:\(\w\))?\s*")
+ARITHMETIC = re.compile(r"(?:[0-9\s.,()+*/\u2212-]|\\(?:times|cdot|div|left|right)(?![A-Za-z]))*")
+UNDONE = re.compile(r"[0-9)]\s*(?:[-+*\u2212]|\\times|\\cdot|\\div)")
+PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\$!\u2212-]*")  # any other sign must be in the reference as well
+SUBSCRIPTED_NUMBER = re.compile(r"[0-9}]\s*_")
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt frac max min gcd lcm deg".split()
+)
+COMMANDS = FUNCTIONS | frozenset(
+    "dfrac tfrac cfrac binom ln pi cdot cdots ldots dots times div left right big Big bigl bigr text mathrm mathbf "
+    "textbf mathit textit mathbb infty pm mp cup cap circ degree choose displaystyle begin end pmatrix bmatrix "
+    "le leq ge geq lt gt overline vec hat sum prod int lim lfloor rfloor lceil rceil emptyset varnothing setminus operatorname "
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi "
+    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega dollar percent in , ; ! : \\ { } $".split()
+) | {" "}
+
+
+def compare(candidate: str, answer: str) -> bool | tuple[str, ...]:
+    """Whether a candidate equals a reference, or the texts that must all equal it as mathematics."""
+    if _normalise(candidate) == _normalise(answer):
+        return True
+    ours, theirs = _number(candidate), _number(answer)
+    if ours is not None and theirs is not None:
+        if ours == theirs:
+            return True
+        if not (ours[2] or theirs[2]):  # integers; a fraction may have been rounded
+            return False
+    if len(candidate) > MAX_CHARS or not is_mathematics(answer):
+        return False
+    return parts_to_verify(candidate, answer) or False
+
+
+def _normalise(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
+
+
+def _number(text: str) -> tuple[str, str, str] | None:
+    """Sign, digits before and after the point, without leading or trailing zeros; None if it is not a plain number."""
+    match = NUMBER.fullmatch(text.strip())
+    if match is None:
+        return None
+    whole, fraction = match[2].replace(",", "").lstrip("0"), (match[3] or "").rstrip("0")
+    return ("-" if match[1] == "-" and (whole or fraction) else "", whole, fraction)
+
+
+def parts_to_verify(candidate: str, answer: str) -> tuple[str, ...]:
+    """Texts that must all equal `answer` as mathematics for the candidate to be right; empty if it is wrong.
+
+    x = 17 and 10 + 7 = 17 are forms of 17; 18 = 17 and 10 + 7 are not.
+    """
+    parts = [candidate]
+    if "=" not in answer:
+        *sides, last = _split_equation(candidate)
+        name, is_member, members = last.partition("\\in ")
+        if is_member and NAME.fullmatch(name):
+            last = members
+        if _number(answer) and ARITHMETIC.fullmatch(last) and UNDONE.search(last):
+            return ()
+        parts = [*(side for side in sides if not NAME.fullmatch(side)), last]
+    return tuple(parts) if all(_is_comparable(part, answer) for part in parts) else ()
+
+
+def is_mathematics(answer: str) -> bool:
+    """Whether a reference is mathematics: a single letter, or with a digit, an operator or a command; no mere label."""
+    text = COMMAND.sub(" ", answer)
+    if LABEL.search(text):
+        return False
+    if _words(answer) and not re.search(r"[0-9\\]", answer):
+        return False  # a hyphen or a bracket in prose
+    return bool(OPERATOR.search(answer)) or re.fullmatch(r"\W*[A-Za-z]\W*", text) is not None
+
+
+def _is_comparable(text: str, answer: str) -> bool:
+    """Whether math-verify can be trusted with a text."""
+    ours, theirs = _words(text), _words(answer)
+    return (
+        _is_balanced(text)
+        and not set(PLAIN.sub("", text)) - set(answer)
+        and not _commands(text) - COMMANDS - _commands(answer)
+        and bool(SUBSCRIPTED_NUMBER.search(text)) <= bool(SUBSCRIPTED_NUMBER.search(answer))
+        and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
+    )
+
+
+def _commands(text: str) -> set[str]:
+    return {command[1:] for command in COMMAND.findall(text)}
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for brace in re.findall(r"[{}]", COMMAND.sub("", text)):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(word for word in WORD.findall(COMMAND.sub(" ", text)) if word not in COMMANDS)
+
+
+def _has_letters(text: str) -> bool:
+    return re.search("[A-Za-z]", COMMAND.sub(" ", text)) is not None
+
+
+def _split_equation(text: str) -> list[str]:
+    """The sides of an equation; an equals sign inside braces belongs to a sum."""
+    sides, depth = [""], 0
+    for piece in re.split(r"([{}=])", text):
+        depth += (piece == "{") - (piece == "}")
+        if piece == "=" and depth == 0:
+            sides.append("")
+        else:
+            sides[-1] += piece
+    return sides
