@@ -24,7 +24,7 @@ from megarl.jail.judging import JudgePool, Verdict
 TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the judge
 NONSENSE = "?"
 TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
-FUNCTIONS = {*"sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs".split()}
+FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs"
 POOL = JudgePool.of("megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym")
 
 
@@ -101,7 +101,7 @@ def is_polynomial(text: str, entry: Mapping[str, Any]) -> bool:
 
 
 def is_antiderivative(text: str, entry: Mapping[str, Any]) -> bool:
-    return _has_only(text, {*FUNCTIONS, "C", "E", "pi", str(entry["metadata"]["variable"])})
+    return _has_only(text, {*FUNCTIONS.split(), "C", "E", "pi", str(entry["metadata"]["variable"])})
 
 
 def is_arithmetic(text: str, entry: Mapping[str, Any]) -> bool:

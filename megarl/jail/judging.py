@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,16 +28,20 @@ from megarl.jail.fork_server import Child, ForkServer, ForkServerError, load
 from megarl.jail.jailed import drop_rights
 from megarl.jail.sandbox import SYSTEM
 
-BATCH = 32  # texts judged by one child
+BATCHES = (16, 128)  # fewest and most texts judged by one child
 MAX_CHILDREN = 4
 START_S = 60.0  # for a child to make its judge
 BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of CPU seconds
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES, DISK_BYTES = 2 << 30, 1 << 20
 READY = "ready"
 BY_SIGNAL: dict[int, str] = {
     **{signal.SIGPROF: "timeout", signal.SIGXCPU: "timeout"},
     **{signal.SIGKILL: "memory", signal.SIGSYS: "forbidden"},
 }
+
+
+Item = tuple[Any, ...]
+Spec = tuple[str, Any, Sequence[Item], float]  # factory, context, items, timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +68,18 @@ class JudgePool:
         path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         return cls(factory, ForkServer([*modules, factory.partition(":")[0]], path))
 
-    def judge(self, context: Any, items: Sequence[tuple[Any, ...]], *, timeout_s: float) -> list[Verdict]:
+    def judge(self, context: Any, items: Sequence[Item], *, timeout_s: float) -> list[Verdict]:
         """One verdict per item, in order. `timeout_s` is in CPU seconds of one item."""
-        batches = [items[start : start + BATCH] for start in range(0, len(items), BATCH)]
-        if len(batches) == 1:
+        children = min(MAX_CHILDREN, os.cpu_count() or 1)
+        size = sorted((*BATCHES, -(-len(items) // children)))[1]
+        batches = [items[start : start + size] for start in range(0, len(items), size)]
+        if len(batches) <= 1:
             return self._judge_batch(context, items, timeout_s)
-        with ThreadPoolExecutor(min(len(batches), MAX_CHILDREN, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(children) as threads:
             results = threads.map(lambda batch: self._judge_batch(context, batch, timeout_s), batches)
             return [verdict for result in results for verdict in result]
 
-    def _judge_batch(self, context: Any, items: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Verdict]:
+    def _judge_batch(self, context: Any, items: Sequence[Item], timeout_s: float) -> list[Verdict]:
         verdicts: list[Verdict] = []
         try:
             while len(verdicts) < len(items):
@@ -87,26 +95,27 @@ class _Run:
     """One child, on all items or up to the first that ends it."""
 
     server: ForkServer
-    spec: tuple[str, Any, Sequence[tuple[Any, ...]], float]
+    spec: Spec
     is_late: bool = False
     lines: list[str] = field(default_factory=list)
 
     def verdicts(self) -> list[Verdict]:
         """At least one verdict. Raises ForkServerError if the child made no judge."""
         reader, writer = os.pipe()
+        folder = tempfile.mkdtemp(prefix="megarl-judge-")
         try:
-            child = self.server.start("megarl.jail.judging:serve", self.spec, [writer])
-            os.close(writer)
-            writer = -1
+            try:
+                child = self.server.start("megarl.jail.judging:serve", (self.spec, folder), [writer])
+            finally:
+                os.close(writer)
             status = self._read(child, reader)
         finally:
             os.close(reader)
-            if writer >= 0:
-                os.close(writer)
+            shutil.rmtree(folder, ignore_errors=True)
         if self.lines[:1] != [READY]:
             detail = self.lines[0] if self.lines else "too late" if self.is_late else f"exit status {status}"
             raise ForkServerError(f"the judge {self.spec[0]} did not start: {detail}")
-        verdicts = [_parse(line) for line in self.lines[1:]]
+        verdicts = [_parse(line) for line in self.lines[1 : len(self.spec[2]) + 1]]
         if len(verdicts) < len(self.spec[2]):
             cause = "timeout" if self.is_late else BY_SIGNAL.get(-status, "crashed")
             limit = f" of {self.spec[3]:g} CPU seconds" if cause == "timeout" else ""
@@ -130,35 +139,34 @@ class _Run:
 
 def _parse(line: str) -> Verdict:
     value, cause, detail = (*line.split(" ", 2), "", "")[:3]
-    number = float(value)
-    return Verdict(number, cause, detail) if math.isfinite(number) else Verdict(0.0, "raised", f"returned {number}")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    return Verdict(number, cause, detail) if math.isfinite(number) else Verdict(0.0, "raised", f"returned {value}")
 
 
 # --- the child ----------------------------------------------------------------------------------------------------
 
 
-def serve(spec: tuple[str, Any, Sequence[tuple[Any, ...]], float], out: int) -> None:
+def serve(job: tuple[Spec, str], out: int) -> None:
     """Writes a line when the judge is ready, then one per item."""
-    factory, context, items, timeout_s = spec
+    (factory, context, items, timeout_s), folder = job
+    packages = [path for path in sys.path if path.endswith("-packages")]  # some modules are imported late
+    limits = {"memory_bytes": MEMORY_BYTES, "cpu_s": math.ceil(timeout_s * len(items)) + 1, "disk_bytes": DISK_BYTES}
     try:
         judge = load(factory)(context)
-    except Exception as error:  # noqa: BLE001 (written to the caller)
+        drop_rights({**limits, "folder": folder, "readable": [sys.base_prefix, *packages, *SYSTEM]})
+    except Exception as error:  # noqa: BLE001 (told to the caller)
         _write(out, f"{type(error).__name__}: {error}")
         return
-    limits = {"memory_bytes": MEMORY_BYTES, "cpu_s": math.ceil(timeout_s * len(items)) + 1, "disk_bytes": 0}
-    drop_rights({**limits, "folder": os.devnull, "readable": [sys.base_prefix, *_packages(), *SYSTEM]})
     _write(out, READY)
     for item in items:
         signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time; ends the process
         _write(out, _line(judge, item))
 
 
-def _packages() -> Iterator[str]:
-    """Folders of installed packages, for modules that a judge imports late."""
-    return (path for path in sys.path if path.endswith("-packages"))
-
-
-def _line(judge: Any, item: tuple[Any, ...]) -> str:
+def _line(judge: Any, item: Item) -> str:
     try:
         result = judge(*item)
         if isinstance(result, Verdict):

@@ -22,17 +22,16 @@ NAME = re.compile(r"\s*(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+|\\(?:text|mathrm)\{[A-Z
 ARITHMETIC = re.compile(r"(?:[0-9\s.,()+*/\u2212-]|\\(?:times|cdot|div|left|right)(?![A-Za-z]))*")
 UNDONE = re.compile(r"[0-9)]\s*(?:[-+*\u2212]|\\times|\\cdot|\\div)")
 PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\$!\u2212-]*")  # any other sign must be in the reference as well
-SUBSCRIPTED_NUMBER = re.compile(r"[0-9}]\s*_")
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log exp sqrt frac max min gcd lcm deg".split()
-)
-COMMANDS = FUNCTIONS | frozenset(
-    "dfrac tfrac cfrac binom ln pi cdot cdots ldots dots times div left right big Big bigl bigr text mathrm mathbf "
-    "textbf mathit textit mathbb infty pm mp cup cap circ degree choose displaystyle begin end pmatrix bmatrix "
-    "le leq ge geq lt gt overline vec hat sum prod int lim lfloor rfloor lceil rceil emptyset varnothing setminus operatorname "
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi "
-    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega dollar percent in , ; ! : \\ { } $".split()
-) | {" "}
+MISREAD = re.compile(r"[0-9}]\s*_|[0-9](?:\s|\\[,;:! ])+[0-9]")  # 17_2 as 17, 8 9 as 17
+KNOWN = r"""
+sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac dfrac tfrac cfrac binom choose max min
+gcd lcm deg pi cdot cdots ldots dots times div pm mp circ degree infty sum prod int lim le leq ge geq lt gt in cup cap
+setminus emptyset varnothing left right big Big bigl bigr lfloor rfloor lceil rceil overline vec hat text textbf textit
+mathrm mathbf mathit mathbb operatorname displaystyle begin end pmatrix bmatrix alpha beta gamma delta epsilon
+varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi
+Pi Sigma Phi Psi Omega , ; ! : \\ { } $ %
+"""
+COMMANDS = {*KNOWN.split(), " "}  # math-verify reads these as they are meant
 
 
 def compare(candidate: str, answer: str) -> bool | tuple[str, ...]:
@@ -46,6 +45,8 @@ def compare(candidate: str, answer: str) -> bool | tuple[str, ...]:
         if not (ours[2] or theirs[2]):  # integers; a fraction may have been rounded
             return False
     if len(candidate) > MAX_CHARS or not is_mathematics(answer):
+        return False
+    if theirs is not None and not re.search("[0-9]", candidate):
         return False
     return parts_to_verify(candidate, answer) or False
 
@@ -97,7 +98,7 @@ def _is_comparable(text: str, answer: str) -> bool:
         _is_balanced(text)
         and not set(PLAIN.sub("", text)) - set(answer)
         and not _commands(text) - COMMANDS - _commands(answer)
-        and bool(SUBSCRIPTED_NUMBER.search(text)) <= bool(SUBSCRIPTED_NUMBER.search(answer))
+        and (not MISREAD.search(text) or MISREAD.search(answer) is not None)
         and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
     )
 

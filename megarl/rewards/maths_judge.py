@@ -20,11 +20,8 @@ def make_judge(context: None) -> Callable[[tuple[str, ...], str], float]:
     # without its own time limits, which need the process's only alarm
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-    def parse(text: str) -> list[object]:
-        return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0)
-
     def judge(texts: tuple[str, ...], answer: str) -> float:
-        gold = parse(answer)
-        return float(all(math_verify.verify(gold, parse(text), timeout_seconds=None) for text in texts))
+        gold, *parsed = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, *texts))
+        return float(all(math_verify.verify(gold, text, timeout_seconds=None) for text in parsed))
 
     return judge

@@ -1,7 +1,7 @@
 """The built-in rewards: text or tokens -> float.
 
-    accuracy: final answer --equal text or number--> 1
-                           --else--> the task's own judge, or math-verify, in a process of its own --> 0 to 1
+accuracy: final answer --equal text or number--> 1
+                       --else--> the task's own judge, or math-verify, in a process of its own --> 0 to 1
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ def die(spec):
     os.kill(os.getpid(), spec)
 
 def orphan(spec, out):
-    if os.fork():
-        return
-    os.write(out, str(os.getpid()).encode())
-    time.sleep(600)
+    if pid := os.fork():
+        os.write(out, str(pid).encode())
+    else:
+        time.sleep(600)
 """
 
 

@@ -7,7 +7,13 @@ import time
 import pytest
 
 from megarl.rewards.answers import extract_answer
-from megarl.rewards.rules import accuracy, even_fraction, format_think
+from megarl.rewards.interface import Score, ScoreRequest
+from megarl.rewards.rules import Accuracy, even_fraction, format_think
+
+
+def judge(*final_answers: str | None, answer: str | None = "17", timeout_s: float = 30.0, **extra) -> list[Score]:
+    requests = [ScoreRequest("", "", "", answer, final_answer=text, extra=extra) for text in final_answers]
+    return Accuracy(timeout_s)(requests)
 
 
 @pytest.mark.parametrize(
@@ -28,26 +34,57 @@ from megarl.rewards.rules import accuracy, even_fraction, format_think
     ],
 )
 def test_accuracy(response, answer, right):
-    assert accuracy(final_answer=extract_answer(response, "auto"), answer=answer).value == right
+    assert judge(extract_answer(response, "auto"), answer=answer) == [Score(right)]
 
 
-def test_accuracy_asks_the_tasks_own_scorer_about_the_final_answer():
-    assert accuracy(final_answer="5", answer="6", score={"5": 0.25}.__getitem__).value == 0.25
+def test_a_users_scorer_is_asked_about_the_final_answer():
+    assert judge("5", "7", score={"5": 0.25}.__getitem__)[0] == Score(0.25)
+    assert judge("7", score={"5": 0.25}.__getitem__)[0].value is None, "the user's own error"
 
 
 def test_without_a_final_answer_no_judge_is_asked():
-    score = accuracy(final_answer=None, answer="None", score=lambda text: 1.0)
-    assert (score.value, score.cause) == (0.0, "no_answer")
+    score, right = judge(None, "None", answer="None", score=lambda text: 1.0)
+    assert (score.value, score.cause) == (0.0, "no_answer") and right.value == 1.0
 
 
 def test_a_column_named_score_is_not_a_scorer():
-    assert accuracy(final_answer="6", answer="6", score=0.25).value == 1.0
-    assert accuracy(final_answer="5", answer="6", score="high").value == 0.0
+    assert judge("6", answer="6", score=0.25) == [Score(1.0)]
+    assert judge("5", answer="6", score="high") == [Score(0.0)]
 
 
 def test_accuracy_without_an_answer_is_an_error():
-    with pytest.raises(ValueError, match="no answer"):
-        accuracy(final_answer="5", answer=None)
+    (score,) = judge("5", answer=None)
+    assert score.value is None and "no answer" in score.detail
+
+
+SLOW = [
+    "9^{9^{9^{9^9}}}",
+    "99999999!",
+    r"\sum_{k=1}^{1000000000} k",
+    "{" * 999 + "17" + "}" * 999,
+    "(10^9)!",
+    r"\frac{1}{" * 180 + "2" + "}" * 180,
+    r"\int_0^1 \sin(x^2) \exp(x^3) dx",
+    r"\sqrt{" * 280 + "17" + "}" * 280,
+    r"\prod_{k=1}^{10^8} k",
+    "1" * 1999,
+    "2^{2^{2^{2^{2^2}}}}",
+    "9**9**9**9**9",
+]
+
+
+@pytest.mark.parametrize("text", [*SLOW[:5], "9" * 300_000, pytest.param(SLOW[5:], marks=pytest.mark.long)])
+def test_slow_mathematics_is_worth_0_and_delays_no_other(text):
+    texts = [text] if isinstance(text, str) else text
+    first, *slow, last = judge(r"\frac{34}{2}", *texts, "x = 17", timeout_s=1.0)
+    assert (first, last) == (Score(1.0), Score(1.0))
+    assert all(score.value == 0.0 and score.cause in ("", "timeout", "memory", "raised", "crashed") for score in slow)
+
+
+def test_a_text_that_ends_its_judge_is_counted():
+    right, slow = judge(r"\frac{34}{2}", "99999999!", timeout_s=0.5)
+    assert right == Score(1.0) and (slow.value, slow.cause) == (0.0, "timeout")
+    assert slow.detail == "its judge ended with status -27 of 0.5 CPU seconds"
 
 
 @pytest.mark.parametrize(
@@ -85,10 +122,13 @@ def test_even_fraction():
         " " * 50_000 + "<think>x</think>" + " " * 50_000,
         "\x00\ud800\\boxed{\\frac{1}{",
         "1" + "+1" * 50_000,
+        "0" * 100_000 + "x",
+        "1." + "0" * 100_000 + "x",
+        "1" + ",000" * 30_000 + "x",
     ],
 )
 def test_hostile_texts_are_judged_at_once(response):
     start = time.monotonic()
-    assert accuracy(final_answer=extract_answer(response, "auto"), answer="17").value == 0.0
+    assert judge(extract_answer(response, "auto"))[0].value == 0.0
     assert format_think(response=response) == 0.0
     assert time.monotonic() - start < 30

@@ -16,8 +16,8 @@ import pytest
 
 from megarl.config.schema import Task
 from megarl.data.tasks import load_task
-from megarl.rewards.interface import ScoreError
-from megarl.rewards.rules import accuracy
+from megarl.rewards.interface import ScoreError, ScoreRequest
+from megarl.rewards.rules import Accuracy
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
 
@@ -62,17 +62,19 @@ def test_mathematics_that_would_fill_the_world(where):
 
 def test_accuracy_off_the_main_thread():
     """math-verify sets an alarm of its own, which raises there."""
-    assert elsewhere(accuracy, {"final_answer": r"\frac{1}{2}", "answer": "0.5"}, 30.0).value == 1.0
+    request = ScoreRequest("", "", "", "0.5", final_answer=r"\frac{1}{2}")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(Accuracy(30.0), [request]).result()[0].value == 1.0
 
 
 @pytest.mark.long
-def test_a_tasks_own_judge_off_the_main_thread():
+def test_a_tasks_own_judge_in_a_users_function_off_the_main_thread():
     problem = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
-    score = problem.extra["score"]
-    assert (
-        elsewhere(accuracy, {"final_answer": problem.answer, "answer": problem.answer, "score": score}, 60.0).value
-        == 1.0
-    )
+    assert elsewhere(ask, {"score": problem.extra["score"], "text": problem.answer}, 60.0) == 1.0
+
+
+def ask(score, text):
+    return score(text)
 
 
 def test_a_worker_is_used_again_and_tells_what_was_raised():
