@@ -17,12 +17,19 @@ COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 UNITS = "cm|mm|km|kg|mg|ml|ft|lb|oz|hr"
 WORD = re.compile(rf"[A-Za-z]{{3,}}|(?<=[\s{{])[A-Za-z]{{2}}(?![A-Za-z])|(?<![A-Za-z])(?:{UNITS})(?![A-Za-z])")
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]:[0-9][0-9]")  # H2O, e4, 2024-01-05, 12:30
+SPACED = re.compile(r"[0-9](?:\s|\\[,;:! ])+[0-9]")  # read as a sum: 8 9 as 17
+SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
+IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
+HIDDEN = re.compile(  # not read either: 17 million as 17
+    r"\b(?:percent|hundred|thousand|million|billion|trillion|dozen|more|less|least|most|not|minus|negative|over|under|per)\b"
+    r"|\\(?:text|mathrm|operatorname)\w*\s*\{[^{}]*[0-9]",
+    re.IGNORECASE,
+)
 OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\\u2212-]")
 NAME = re.compile(r"\s*(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+|\\(?:text|mathrm)\{[A-Za-z ]*\})(?:_\{?\w+\}?)?(?:\(\w\))?\s*")
 ARITHMETIC = re.compile(r"(?:[0-9\s.,()+*/\u2212-]|\\(?:times|cdot|div|left|right)(?![A-Za-z]))*")
 UNDONE = re.compile(r"[0-9)]\s*(?:[-+*\u2212]|\\times|\\cdot|\\div)")
 PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\$!\u2212-]*")  # any other sign must be in the reference as well
-MISREAD = re.compile(r"[0-9}]\s*_|[0-9](?:\s|\\[,;:! ])+[0-9]")  # 17_2 as 17, 8 9 as 17
 KNOWN = r"""
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac dfrac tfrac cfrac binom choose max min
 gcd lcm deg pi cdot cdots ldots dots times div pm mp circ degree infty sum prod int lim le leq ge geq lt gt in cup cap
@@ -46,6 +53,8 @@ def compare(candidate: str, answer: str) -> bool | tuple[str, ...]:
             return False
     if len(candidate) > MAX_CHARS or not is_mathematics(answer):
         return False
+    if IN_BASE.fullmatch(number := re.sub(r"[\s{}$]", "", answer)):
+        return re.sub(r"[\s{}$]", "", candidate) in (number, number.partition("_")[0])
     if theirs is not None and not re.search("[0-9]", candidate):
         return False
     return parts_to_verify(candidate, answer) or False
@@ -73,7 +82,9 @@ def parts_to_verify(candidate: str, answer: str) -> tuple[str, ...]:
     if "=" not in answer:
         *sides, last = _split_equation(candidate)
         name, is_member, members = last.partition("\\in ")
-        if is_member and NAME.fullmatch(name):
+        if is_member:
+            if _number(answer) or not NAME.fullmatch(name):
+                return ()
             last = members
         if _number(answer) and ARITHMETIC.fullmatch(last) and UNDONE.search(last):
             return ()
@@ -84,7 +95,7 @@ def parts_to_verify(candidate: str, answer: str) -> tuple[str, ...]:
 def is_mathematics(answer: str) -> bool:
     """Whether a reference is mathematics: a single letter, or with a digit, an operator or a command; no mere label."""
     text = COMMAND.sub(" ", answer)
-    if LABEL.search(text):
+    if LABEL.search(text) or SPACED.search(answer):
         return False
     if _words(answer) and not re.search(r"[0-9\\]", answer):
         return False  # a hyphen or a bracket in prose
@@ -98,7 +109,8 @@ def _is_comparable(text: str, answer: str) -> bool:
         _is_balanced(text)
         and not set(PLAIN.sub("", text)) - set(answer)
         and not _commands(text) - COMMANDS - _commands(answer)
-        and (not MISREAD.search(text) or MISREAD.search(answer) is not None)
+        and not (SPACED.search(text) or SUBSCRIPTED.search(text))
+        and HIDDEN.findall(text) == HIDDEN.findall(answer)
         and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
     )
 

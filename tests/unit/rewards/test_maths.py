@@ -53,6 +53,11 @@ RIGHT = {  # reference: forms of it
     "12 cats": ["12 cats", "12  cats"],
     "listen": [" listen ", "listen."],
     "1'7": ["1'7"],
+    "1 2 3": ["1 2 3", " 1  2 3"],
+    "101_2": ["101_2", "101_{2}", "$101_{2}$", "101"],
+    "17 million": ["17 million", "17  million."],
+    "x_1 + 2": ["2 + x_1", "2+x_{1}"],
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"],
 }
 WRONG = {
     "17": [
@@ -99,6 +104,21 @@ WRONG = {
         ),
         *("123456789", "17.5", "1.7", "17e0", "", "x", "\\", "$", "\\boxed{", "17 17", "NaN", "True"),
     ],
+    "17.0": ["17 million", "17 percent", r"17\text{ million}", r"17\text{ or more}", r"17\text{18}", r"17 \mathrm{e3}"],
+    "17.00": [
+        "18 \\in 17",
+        "x \\in 17",
+        r"\text{not }17",
+        r"\text{minus }17",
+        "17 dozen",
+        "less than 17",
+        "17k",
+        "1 .7",
+    ],
+    "1 2 3": ["6", "3 2 1", "1+2+3", "1 5", "123"],
+    "101_2": ["101_3", "1012", "5", "101_{8}"],
+    "17 million": ["17", "17 billion", "17 thousand"],
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix}1&2\\4&3\end{pmatrix}", "1&2"],
     "5": [r"5\%", r"500\%", "500%", "5 %"],
     "22": ["2\u00b2"],
     "123456789": ["123456788", "123456700", "1.23456789"],
@@ -159,7 +179,9 @@ def test_what_is_not_mathematics(answer):
     assert not is_mathematics(answer)
 
 
-@pytest.mark.parametrize("answer", ["17", "x", "(B)", "x+y", r"\pi", "2xy", "12 km", "x^2 = 4", r"\text{B}", "(1, 2)"])
+@pytest.mark.parametrize(
+    "answer", ["17", "x", "(B)", "x+y", r"\pi", "2xy", "12 km", r"2\cdot 3", "x^2 = 4", r"\text{B}", "(1, 2)"]
+)
 def test_what_is_mathematics(answer):
     assert is_mathematics(answer)
 
