@@ -123,9 +123,11 @@ def main(spec: dict[str, Any], drop_rights: Callable[[dict[str, Any]], dict[str,
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})
-    if spec["mode"] == "probe" or (missing and spec["strict"]):
+    mode, is_refused = spec["mode"], bool(missing) and spec["strict"]
+    spec.clear()  # the code could read it in the callers' frames
+    if mode == "probe" or is_refused:
         return
-    kind = run_stdio(source) if spec["mode"] == "stdio" else run_calls(source, requests, report)
+    kind = run_stdio(source) if mode == "stdio" else run_calls(source, requests, report)
     write(report, {"end": kind})
-    if spec["mode"] == "calls":
+    if mode == "calls":
         os._exit(0)  # in stdio mode Python waits for the program's threads
