@@ -136,6 +136,26 @@ def test_the_environment_and_the_arguments_tell_nothing(monkeypatch):
     )  # the same reward in every run
 
 
+def test_a_forged_report_buys_no_time():
+    code = (
+        "import os, time\nfor _ in range(8):\n    time.sleep(0.3)\n    for fd in range(3, 64):\n"
+        "        try: os.write(fd, b'{\"number\": 0}\\n')\n        except OSError: pass\n"
+    )
+    start = time.monotonic()
+    assert run_program(code, "", Limits(time_s=0.8)).kind == "timeout"
+    assert time.monotonic() - start < 1.8
+
+
+def test_the_seconds_of_cpu_are_those_of_all_threads():
+    """NumPy releases the GIL: four threads take the time of one, four times as fast."""
+    code = "import hashlib, threading\n" + (
+        "for _ in range(4): threading.Thread(target=hashlib.pbkdf2_hmac, args=('sha256', b'', b'', 10**9)).start()"
+    )
+    start = time.monotonic()
+    assert run_program(code, "", Limits(time_s=1.0)).kind == "timeout"
+    assert time.monotonic() - start < 4
+
+
 def test_harmless_things_work():
     code = (
         "import asyncio, threading, tempfile, json, os, sys\n"
