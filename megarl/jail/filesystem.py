@@ -36,34 +36,37 @@ def enter_mount_namespace() -> bool:
 
 
 def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
-    """Replace / by a root with the readable paths, two devices and `folder`, empty, which becomes the current folder.
+    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable, if it is a folder.
 
     Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel refuses.
     """
+    has_folder = os.path.isdir(folder)
+    root = folder if has_folder else "/proc"  # any place that nothing readable lies below
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
-    _mount_tmpfs(folder, 1 << 20, 1000)
+    _mount_tmpfs(root, 1 << 20, 1000)
     try:
         bound: list[str] = []
         for path in sorted({*readable, *DEVICES}):
             if not os.path.exists(path) or any(path.startswith(f"{above}/") for above in bound):
                 continue
             if os.path.isdir(path):
-                os.makedirs(folder + path, exist_ok=True)
+                os.makedirs(root + path, exist_ok=True)
             else:
-                os.makedirs(os.path.dirname(folder + path), exist_ok=True)
-                os.close(os.open(folder + path, os.O_CREAT | os.O_WRONLY))
-            _mount(path, folder + path, "", MS_BIND | MS_REC)
+                os.makedirs(os.path.dirname(root + path), exist_ok=True)
+                os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
+            _mount(path, root + path, "", MS_BIND | MS_REC)
             bound.append(path)
-        os.makedirs(folder + folder)
-        _mount_tmpfs(folder + folder, disk_bytes, MAX_FILES)
-        os.chdir(folder)
+        if has_folder:
+            os.makedirs(root + folder)
+            _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
+        os.chdir(root)
         check(LIBC.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."))
         check(LIBC.umount2(b".", MNT_DETACH))  # the old root, which lies on top of the new one
+        os.chdir("/")
     except (OSError, KeyError) as error:
-        LIBC.umount2(os.fsencode(folder), MNT_DETACH)
-        os.chdir(folder)
+        LIBC.umount2(os.fsencode(root), MNT_DETACH)
+        os.chdir("/")
         raise OSError(f"cannot make a root of its own: {error}") from error
-    os.chdir(folder)
 
 
 def _mount_tmpfs(folder: str, size_bytes: int, files: int) -> None:

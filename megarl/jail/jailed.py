@@ -28,7 +28,6 @@ from megarl.jail.syscalls import LIBC, check, filter_rows, install
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 MAX_THREADS = 64
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 REAL_USERS = 0x70000000  # plus the process id: a real user id that no other process has
 
 
@@ -69,8 +68,8 @@ def separate_user() -> bool:
 def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     """Apply every limit, in the required order. Returns the limits that this machine lacks, each with its error.
 
-    `spec` has `folder`, which is empty afterwards and the current folder; `readable` paths; `memory_bytes`, `cpu_s`,
-    `disk_bytes`. The process must have one thread.
+    `spec` has `folder`, which is empty afterwards and the current folder (os.devnull: there is none); `readable` paths;
+    `memory_bytes`, `cpu_s`, `disk_bytes`. The process must have one thread.
     """
     missing, parent = {}, os.getppid()
 
@@ -84,7 +83,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     with suppress(OSError):  # Landlock confines the code without it
         is_counted |= enter_mount_namespace()
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
-    os.chdir(spec["folder"])
+    os.chdir(spec["folder"] if os.path.isdir(spec["folder"]) else "/")
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
     attempt("capabilities", drop_capabilities)
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
@@ -102,11 +101,11 @@ def run(spec: dict[str, Any], stdin: int, stdout: int, report: int) -> None:
     os.dup2(stdout, 1)
     os.closerange(3, report)
     os.closerange(report + 1, 64)
-    os.environ.clear()
-    os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"], LANG="C.UTF-8", **SINGLE_THREADED)
+    os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has
     os.chdir(spec["folder"])
     spec["report"] = report
     untrusted.main(spec, drop_rights)
-    for step in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush):  # as at Python's own exit
+    wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue] (as Python itself at exit)
+    for step in (wait_for_threads, atexit._run_exitfuncs, sys.stdout.flush):
         with suppress(BaseException):
             step()

@@ -45,7 +45,7 @@ def bare_threads(count):  # that share one stack, which holds the address of a l
 def start_threads(count):
     for number in range(count):
         try:
-            threading.Thread(target=time.sleep, args=(0.2,)).start()
+            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
         except RuntimeError:
             return number
 def is_open(number):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megarl.config.schema import Reward
-from megarl.jail import sandbox
+from megarl.jail import jailed, sandbox
 from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
@@ -71,6 +73,8 @@ HOSTILE = {  # code: the name it is counted under
     "time.sleep(60)": "timeout",
     "import contextlib, os, time\nwhile True:\n    time.sleep(0.1)\n    for fd in range(3, 99):\n"
     "        with contextlib.suppress(OSError): os.write(fd, b'{}\\n')": "timeout",
+    "import os\nwhile True:\n    for fd in range(3, 64):\n"
+    "        try: os.write(fd, b'x')\n        except OSError: pass": "output|timeout",
     "import os, time; os.closerange(0, 99); time.sleep(60)": "timeout",
     "import threading\nthreading.Thread(target=threading.Event().wait).start()": "timeout",
     "import ctypes; ctypes.string_at(0)": "crashed",
@@ -191,6 +195,25 @@ def test_the_parents_death_ends_the_code(tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in jailed):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_parent_that_died_before_is_noticed():
+    if (pid := os.fork()) == 0:
+        jailed.die_with(os.getppid() + 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_server_that_ends_leaves_the_sample_out_and_starts_again():
+    with ThreadPoolExecutor(2) as pool:
+        run = pool.submit(run_program, "import time; time.sleep(9)", "", Limits(time_s=20))
+        while not running():
+            time.sleep(0.02)
+        assert sandbox.SERVER.process is not None
+        sandbox.SERVER.process.kill()
+        assert (run.result().kind, "ended" in run.result().detail) == ("sandbox", True)
+        programs = pool.map(lambda number: run_program(f"print({number})", "", Limits(time_s=20)), range(20))
+    assert [program.output for program in programs] == [b"%d\n" % number for number in range(20)]
 
 
 def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog):
