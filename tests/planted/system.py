@@ -1,4 +1,4 @@
-"""Mistakes in config, command line, telemetry, platform, jail, launcher, checkpoint and stages."""
+"""Mistakes in config, command line, telemetry, platform, launcher, checkpoint and stages."""
 
 LOAD = "unit/config/test_load.py"
 VALIDATE = "unit/config/test_validate.py"
@@ -8,7 +8,6 @@ SAMPLES = "unit/telemetry/test_sample_files.py"
 GPUS = "unit/telemetry/test_gpus.py"
 REPORT = "unit/telemetry/test_report.py"
 SHM = "unit/platform/test_shm.py"
-JAIL = "unit/jail/test_sandbox.py"
 STATE = "unit/checkpoint/test_state.py"
 SPAWN = "unit/launch/test_spawn.py"
 EVALUATION = "unit/stages/test_evaluation.py"
@@ -195,24 +194,6 @@ SYSTEM = [
         'if not Path(f"/proc/{pid}").exists() for name',
         "for name",
         f"{SHM}::test_the_dead_leave_nothing",
-    ),
-    (
-        "jail/sandbox.py",
-        "env=environment |",
-        "env=dict(os.environ) | environment |",
-        f"{JAIL}::test_the_environment_and_the_arguments_tell_nothing",
-    ),
-    (
-        "jail/sandbox.py",
-        "shutil.rmtree(folder, ignore_errors=True)",
-        "pass",
-        f"{JAIL}::test_no_folder_is_left",
-    ),
-    (
-        "jail/sandbox.py",
-        "if missing and self.limits.strict:",
-        "if False:",
-        f"{JAIL}::test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out",
     ),
     (
         "launch/exit_codes.py",

@@ -129,8 +129,9 @@ def test_no_folder_is_left(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_environment_and_the_arguments_tell_nothing(monkeypatch):
+def test_the_environment_and_the_arguments_tell_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET", SECRET)
+    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path))
     run = run_program("import os, sys; print(os.environ, sys.argv, sys.orig_argv, os.listdir())", "", Limits())
     text = run.output.decode()
     assert "HOME" in text and SECRET not in text
