@@ -1,11 +1,11 @@
 """Starts untrusted code in a separate process, sends its input, and kills it if it exceeds a limit.
 
-    source, input --empty folder--> jailed.py (a fresh Python) --stdout, report pipe--> Run(kind, output, results)
+    source, input --fork server--> jailed.py (a process of its own) --stdout, report pipe--> Run(kind, output, results)
 
 Every program runs in one process, which cannot start another, so killing it ends everything. Kinds of failure:
-`timeout`, `memory`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal it has no
-right to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), and `sandbox` (a limit could
-not be set, so the code did not run).
+`timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal
+it has no right to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), and `sandbox` (a
+limit could not be set, so the code did not run).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import select
 import shutil
 import signal
-import subprocess
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -27,12 +27,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-JAIL = Path(__file__).with_name("jailed.py")
+from megarl.jail.filesystem import MAX_FILES
+from megarl.jail.fork_server import Child, ForkServer, ForkServerError
+from megarl.jail.jailed import MAX_THREADS
+
+COMMON = ("collections", "heapq", "itertools", "math", "re", "string", "typing")  # imported once, for all programs
+SERVER = ForkServer(modules=("megarl.jail.jailed", *COMMON), path=(str(Path(__file__).parents[2]),))
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
-MAX_FILES = 1000
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-BY_SIGNAL = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}  # SIGKILL: OOM killer
+BY_SIGNAL: dict[int, str] = {
+    signal.SIGSYS: "forbidden",
+    signal.SIGXCPU: "timeout",
+    signal.SIGKILL: "memory",
+}  # OOM killer
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
 READ_BYTES = 1 << 16
 
@@ -135,63 +143,55 @@ class _JailedProcess:
 
     def run(self, deadline: float) -> Run:
         folder = tempfile.mkdtemp(prefix="megarl-code-")
+        report, stdout = os.pipe(), os.pipe()
         try:
             for name, text in self.files.items():
                 Path(folder, name).write_bytes(text.encode("utf-8", "replace"))
-            report, report_writer = os.pipe()
             try:
-                process = self._start(folder, report_writer)
+                process = self._start(folder, stdout[1], report[1])
             finally:
-                os.close(report_writer)
+                os.close(stdout[1])
+                os.close(report[1])
             try:
-                violation = self._watch(process, report, folder, deadline)
+                violation = self._watch(process, stdout[0], report[0], folder, deadline)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                assert process.stdout is not None
-                process.stdout.close()
-                os.close(report)
+                status = process.kill()
+        except ForkServerError as error:
+            return Run("sandbox", detail=str(error))
         finally:
+            os.close(stdout[0])
+            os.close(report[0])
             shutil.rmtree(folder, ignore_errors=True)
-        return self._classify(violation, process.returncode)
+        return self._classify(violation, status)
 
-    def _start(self, folder: str, report: int) -> subprocess.Popen[bytes]:
+    def _start(self, folder: str, stdout: int, report: int) -> Child:
         spec = asdict(self.limits) | {
             "folder": folder,
             "mode": self.mode,
-            "report": report,
             "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
             "readable": [path for path in (sys.base_prefix, sys.prefix, *SYSTEM) if path != "/"],
             "packages": sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib")}),
         }
-        environment = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         with open(Path(folder, "stdin.txt"), "rb") as stdin:
-            return subprocess.Popen(
-                [sys.executable, "-S", "-P", "-s", "-B", str(JAIL), json.dumps(spec)],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env=environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                pass_fds=(report,),
-                start_new_session=True,
-            )
+            return SERVER.start("megarl.jail.jailed:run", spec, (stdin.fileno(), stdout, report))
 
-    def _watch(self, process: subprocess.Popen[bytes], report: int, folder: str, deadline: float) -> str:
+    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> str:
         """Read until the process ends by itself. Returns the limit it exceeded, for which it must be killed, or "".
 
-        Each turn has `time_s`; a report starts the next one.
+        Each turn has `time_s`; a report starts the next one. Reports that the code forges buy no more turns than
+        there are, and the process has the CPU time of all of them together.
         """
-        assert process.stdout is not None
-        stdout = process.stdout.fileno()
         open_streams, poll = {stdout, report}, select.poll()  # select() fails above 1024 open files
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
         turns_seen, turn_deadline = 0, min(time.monotonic() + START_S, deadline)
+        next_check = 0.0
+        disk_bytes = self.limits.disk_bytes + sum(4096 + len(text) for text in self.files.values())
         while True:
             if not open_streams:
-                time.sleep(POLL_S / 10)
+                with suppress(TimeoutError):
+                    process.wait(POLL_S)
+                    return ""
             for stream, _ in poll.poll(POLL_S * 1000) if open_streams else ():
                 data = os.read(stream, READ_BYTES)
                 if not data:
@@ -201,17 +201,17 @@ class _JailedProcess:
                     self.output += data
                 else:
                     self._add_reports(data)
-            if not open_streams and process.poll() is not None:
-                return ""
             if max(len(self.output), self.report_bytes / self.num_turns) > self.limits.output_bytes:
                 return "output"
-            if turns_seen < len(self.reports) <= self.num_turns + 1:  # any further ones are the code's own
+            if turns_seen < len(self.reports) <= self.num_turns:
                 turns_seen = len(self.reports)
                 turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
             if time.monotonic() > turn_deadline:
                 return "timeout" if self.reports and time.monotonic() < deadline else "sandbox"
-            if self._exceeds_disk(folder):
-                return "disk"
+            if time.monotonic() > next_check:
+                next_check = time.monotonic() + POLL_S
+                if violation := _excess(process.pid, folder, disk_bytes):
+                    return violation
 
     def _add_reports(self, data: bytes) -> None:
         self.report_bytes += len(data)
@@ -221,12 +221,6 @@ class _JailedProcess:
                 report = json.loads(line)
                 if isinstance(report, dict):
                     self.reports.append(report)
-
-    def _exceeds_disk(self, folder: str) -> bool:
-        with suppress(FileNotFoundError), os.scandir(folder) as files:
-            sizes = [file.stat(follow_symlinks=False).st_size for file in files]
-            return len(sizes) > MAX_FILES or sum(sizes) > self.limits.disk_bytes + sum(map(len, self.files.values()))
-        return False
 
     def _classify(self, violation: str, status: int) -> Run:
         missing = self.reports[0].get("missing") if self.reports else None
@@ -238,9 +232,29 @@ class _JailedProcess:
         if violation:
             kind = violation
         elif status < 0:
-            kind = BY_SIGNAL.get(signal.Signals(-status), "crashed")
+            kind = BY_SIGNAL.get(-status, "crashed")
         elif end is None:
             kind = "exited" if self.mode == "calls" else ""  # a program may exit; its output decides
         else:
             kind = _known_kind(end) if end else ""
         return Run(kind, bytes(self.output))
+
+
+def _excess(pid: int, folder: str, disk_bytes: int) -> str:
+    """The limit that a process exceeds where the kernel does not enforce it: "threads", "disk" or "".
+
+    Counts what files in the folder take on the disk, and files that are open without a name. Between two checks a
+    process can write files up to RLIMIT_FSIZE times RLIMIT_NOFILE.
+    """
+    with suppress(OSError):
+        if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MAX_THREADS:
+            return "threads"
+    blocks: dict[int, int] = {}
+    for path, is_listed in ((folder, True), (f"/proc/{pid}/fd", False)):
+        with suppress(OSError), os.scandir(path) as files:
+            for file in files:
+                with suppress(OSError):
+                    status = file.stat(follow_symlinks=not is_listed)
+                    if is_listed or (stat.S_ISREG(status.st_mode) and not status.st_nlink):
+                        blocks[status.st_ino] = status.st_blocks
+    return "disk" if len(blocks) > MAX_FILES or 512 * sum(blocks.values()) > disk_bytes else ""

@@ -1,4 +1,4 @@
-"""Mistakes in config, command line, telemetry, platform, jail, launcher, checkpoint and stages."""
+"""Mistakes in config, command line, telemetry, platform, launcher, checkpoint and stages."""
 
 LOAD = "unit/config/test_load.py"
 VALIDATE = "unit/config/test_validate.py"
@@ -8,7 +8,6 @@ SAMPLES = "unit/telemetry/test_sample_files.py"
 GPUS = "unit/telemetry/test_gpus.py"
 REPORT = "unit/telemetry/test_report.py"
 SHM = "unit/platform/test_shm.py"
-JAIL = "unit/jail/test_sandbox.py"
 JUDGING = "unit/jail/test_judging.py"
 FORK_SERVER = "unit/jail/test_fork_server.py"
 STATE = "unit/checkpoint/test_state.py"
@@ -200,12 +199,6 @@ SYSTEM = [
     ),
     (
         "jail/fork_server.py",
-        "env=ENVIRONMENT,",
-        "env=None,",
-        f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
-    ),
-    (
-        "jail/fork_server.py",
         'os.closerange(first, os.sysconf("SC_OPEN_MAX"))',
         "pass",
         f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
@@ -251,24 +244,6 @@ SYSTEM = [
         'Verdict(None, "no_judge", str(error))',
         'Verdict(0.0, "no_judge", str(error))',
         f"{JUDGING}::test_a_judge_that_cannot_start_leaves_the_text_without_a_value",
-    ),
-    (
-        "jail/sandbox.py",
-        "env=environment |",
-        "env=dict(os.environ) | environment |",
-        f"{JAIL}::test_the_environment_and_the_arguments_tell_nothing",
-    ),
-    (
-        "jail/sandbox.py",
-        "shutil.rmtree(folder, ignore_errors=True)",
-        "pass",
-        f"{JAIL}::test_no_folder_is_left",
-    ),
-    (
-        "jail/sandbox.py",
-        "if missing and self.limits.strict:",
-        "if False:",
-        f"{JAIL}::test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out",
     ),
     (
         "launch/exit_codes.py",

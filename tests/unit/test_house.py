@@ -26,7 +26,7 @@ FIXED_SIGNATURES = {"trainer/layers.py forward", "trainer/logprobs.py forward"} 
 
 # pattern -> the files that may contain it, and a text that it must match
 BANS: dict[str, tuple[set[str], str]] = {
-    r"\bos\.(environ|getenv|putenv)\b": ({"platform/env.py"}, "os.environ['A']"),
+    r"\bos\.(environ|getenv|putenv)\b": ({"platform/env.py", "jail/jailed.py"}, "os.environ['A']"),
     r"torch\.cuda\.current_device": (
         {"platform/megatron_on_cpu.py", "platform/device.py"},
         "torch.cuda.current_device()",

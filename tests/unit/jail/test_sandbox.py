@@ -5,24 +5,29 @@ from __future__ import annotations
 import glob
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megarl.config.schema import Reward
-from megarl.jail import sandbox
+from megarl.jail import jailed, sandbox
 from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
+from tests.unit.jail.crippled import FIRST_LANDLOCK, NO_NAMESPACE, NO_SECCOMP, crippled_server
 
 pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
 
 SECRET = "hunter2-of-the-trainer"
 OUTSIDE = str(Path(__file__).resolve())
+NO_FILE = "forbidden|exception"  # without a root of its own: it is there, and forbidden
 HOSTILE = {  # code: the name it is counted under
     "import os\nwhile True: os.fork()": "forbidden",
     "import os\nwhile True:\n    try: os.fork()\n    except BaseException: pass": "forbidden",
@@ -36,18 +41,18 @@ HOSTILE = {  # code: the name it is counted under
     "import urllib.request; urllib.request.urlopen('http://127.0.0.1')": "forbidden",
     "open('/tmp/evil', 'w').write('x')": "forbidden",
     "open('../evil', 'w').write('x')": "forbidden",
-    f"open({OUTSIDE!r}).read()": "forbidden",
+    f"open({OUTSIDE!r}).read()": NO_FILE,
     f"import os; os.open({OUTSIDE!r}, os.O_RDONLY | os.O_TRUNC)": "forbidden",
     f"import os; os.truncate({OUTSIDE!r}, 0)": "forbidden",
-    f"import os; os.unlink({OUTSIDE!r})": "forbidden",
+    f"import os; os.unlink({OUTSIDE!r})": NO_FILE,
     f"import os; os.chmod({OUTSIDE!r}, 0)": "forbidden",
-    f"import os; os.rename({OUTSIDE!r}, 'mine')": "forbidden",
+    f"import os; os.rename({OUTSIDE!r}, 'mine')": NO_FILE,
     f"import os; os.link({OUTSIDE!r}, 'mine')": "forbidden",
     f"import os; os.symlink({OUTSIDE!r}, 'mine'); print(open('mine').read())": "forbidden",
     "import os; os.mkdir('deep')": "forbidden",
     "import os, shutil; shutil.rmtree(os.getcwd()); print('done')": "forbidden",
-    "import os; print(open(f'/proc/{os.getppid()}/environ').read())": "forbidden",
-    "import os; print(open(f'/proc/{os.getppid()}/mem').read())": "forbidden",
+    "import os; print(open(f'/proc/{os.getppid()}/environ').read())": NO_FILE,
+    "import os; print(open(f'/proc/{os.getppid()}/mem').read())": NO_FILE,
     "import os; os.kill(os.getppid(), 9)": "forbidden",
     "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))": "forbidden",
     "import os, fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())": "forbidden",
@@ -68,6 +73,8 @@ HOSTILE = {  # code: the name it is counted under
     "time.sleep(60)": "timeout",
     "import contextlib, os, time\nwhile True:\n    time.sleep(0.1)\n    for fd in range(3, 99):\n"
     "        with contextlib.suppress(OSError): os.write(fd, b'{}\\n')": "timeout",
+    "import os\nwhile True:\n    for fd in range(3, 64):\n"
+    "        try: os.write(fd, b'x')\n        except OSError: pass": "output|timeout",
     "import os, time; os.closerange(0, 99); time.sleep(60)": "timeout",
     "import threading\nthreading.Thread(target=threading.Event().wait).start()": "timeout",
     "import ctypes; ctypes.string_at(0)": "crashed",
@@ -88,27 +95,29 @@ def test_hostile_code_is_named_and_nothing_is_left(monkeypatch):
     cases = [ScoreRequest(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
     found = reward(cases)
     named = {code: score.cause for code, score in zip(codes, found, strict=True)}
-    assert {code: cause for code, cause in named.items() if cause != HOSTILE.get(code, "")} == {}
+    assert {code: cause for code, cause in named.items() if cause not in HOSTILE.get(code, "").split("|")} == {}
     assert [score.value for score in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
     after = Path(OUTSIDE).stat()
     assert (after.st_size, after.st_mode, after.st_mtime) == (before.st_size, before.st_mode, before.st_mtime)
     assert not glob.glob(f"{tempfile.gettempdir()}/evil")
-    assert not [line for line in processes() if "jailed.py" in line]
+    assert not running()
 
 
 TESTS = {"inputs": ["41\n"], "outputs": ["42\n"]}
 
 
-def processes() -> list[str]:
-    """The command lines of this process's children."""
-    lines = []
+def children(parent: int) -> list[int]:
+    found = []
     for stat in glob.glob("/proc/[0-9]*/stat"):
-        try:
-            if int(Path(stat).read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                lines.append(Path(stat).with_name("cmdline").read_text())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return lines
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if int(Path(stat).read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(Path(stat).parent.name))
+    return found
+
+
+def running() -> list[int]:
+    """The jailed processes."""
+    return children(sandbox.SERVER.process.pid) if sandbox.SERVER.process else []
 
 
 def test_no_folder_is_left(monkeypatch, tmp_path):
@@ -120,8 +129,9 @@ def test_no_folder_is_left(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_environment_and_the_arguments_tell_nothing(monkeypatch):
+def test_the_environment_and_the_arguments_tell_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET", SECRET)
+    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path))
     run = run_program("import os, sys; print(os.environ, sys.argv, sys.orig_argv, os.listdir())", "", Limits())
     text = run.output.decode()
     assert "HOME" in text and SECRET not in text
@@ -129,6 +139,26 @@ def test_the_environment_and_the_arguments_tell_nothing(monkeypatch):
         run_program("print(hash('a'), {'b', 'a', 'c'})", "", Limits()).output
         == run_program("print(hash('a'), {'b', 'a', 'c'})", "", Limits()).output
     )  # the same reward in every run
+
+
+def test_a_forged_report_buys_no_time():
+    code = (
+        "import os, time\nfor _ in range(8):\n    time.sleep(0.3)\n    for fd in range(3, 64):\n"
+        "        try: os.write(fd, b'{\"number\": 0}\\n')\n        except OSError: pass\n"
+    )
+    start = time.monotonic()
+    assert run_program(code, "", Limits(time_s=0.8)).kind == "timeout"
+    assert time.monotonic() - start < 1.8
+
+
+def test_the_seconds_of_cpu_are_those_of_all_threads():
+    """NumPy releases the GIL: four threads take the time of one, four times as fast."""
+    code = "import hashlib, threading\n" + (
+        "for _ in range(4): threading.Thread(target=hashlib.pbkdf2_hmac, args=('sha256', b'', b'', 10**9)).start()"
+    )
+    start = time.monotonic()
+    assert run_program(code, "", Limits(time_s=1.0)).kind == "timeout"
+    assert time.monotonic() - start < 4
 
 
 def test_harmless_things_work():
@@ -151,30 +181,40 @@ def test_the_parents_death_ends_the_code(tmp_path):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from megarl.jail.sandbox import *\n"
-        "run_program('open(\"alive\", \"w\"); import time; time.sleep(60)', '', Limits(time_s=60))"
+        "run_program('import time; time.sleep(60)', '', Limits(time_s=60))"
     )
     root = str(Path(sandbox.__file__).parents[2])
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin"}
     with subprocess.Popen([sys.executable, "-c", script, root], env=environment) as parent:
         deadline = time.monotonic() + 30
-        while not list(tmp_path.glob("*/alive")):
+        jailed = []
+        while not jailed:
             assert time.monotonic() < deadline and parent.poll() is None
+            jailed = [code for server in children(parent.pid) for code in children(server)]
             time.sleep(0.02)
         parent.kill()
-    folder = str(next(tmp_path.iterdir()))
-    while any(folder in line for line in all_processes()):
+    while any(Path(f"/proc/{pid}").exists() for pid in jailed):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def all_processes() -> list[str]:
-    lines = []
-    for file in glob.glob("/proc/[0-9]*/cmdline"):
-        try:
-            lines.append(Path(file).read_text())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return lines
+def test_a_parent_that_died_before_is_noticed():
+    if (pid := os.fork()) == 0:
+        jailed.die_with(os.getppid() + 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_server_that_ends_leaves_the_sample_out_and_starts_again():
+    with ThreadPoolExecutor(2) as pool:
+        run = pool.submit(run_program, "import time; time.sleep(9)", "", Limits(time_s=20))
+        while not running():
+            time.sleep(0.02)
+        assert sandbox.SERVER.process is not None
+        sandbox.SERVER.process.kill()
+        assert (run.result().kind, "ended" in run.result().detail) == ("sandbox", True)
+        programs = pool.map(lambda number: run_program(f"print({number})", "", Limits(time_s=20)), range(20))
+    assert [program.output for program in programs] == [b"%d\n" % number for number in range(20)]
 
 
 def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog):
@@ -191,9 +231,7 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
 
 def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path, monkeypatch):
     """The jail without its system calls: strict runs nothing, best_effort runs and still counts."""
-    crippled = tmp_path / "jail.py"
-    crippled.write_text(sandbox.JAIL.read_text().replace('ARCHES = {"x86_64"', 'ARCHES = {"pdp11"'))
-    monkeypatch.setattr(sandbox, "JAIL", crippled)
+    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path, NO_SECCOMP))
     monkeypatch.setattr("megarl.rewards.code.missing_limits", dict)
     case = ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})
     strict = make_code(Reward(name="code"))([case])[0]
@@ -204,13 +242,11 @@ def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path,
 @pytest.mark.long
 def test_the_first_landlock_has_no_say_on_truncation_but_the_jail_has(tmp_path, monkeypatch):
     """Linux 5.13 to 6.1."""
-    older = tmp_path / "jail.py"
-    text = sandbox.JAIL.read_text()
-    older.write_text(text.replace("    known = (1 <<", "    version = 1\n    known = (1 <<"))
-    assert older.read_text() != text
-    monkeypatch.setattr(sandbox, "JAIL", older)
+    older = tmp_path / "older"
+    older.write_text("text")
+    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path / "package", NO_NAMESPACE, FIRST_LANDLOCK))
     monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, str(tmp_path)))
-    assert run_program(f"print(open({str(older)!r}).read(4))", "", Limits(time_s=20)).output == b'"""R\n'
+    assert run_program(f"print(open({str(older)!r}).read())", "", Limits(time_s=20)).output == b"text\n"
     for code in (
         f"import os; os.open({str(older)!r}, os.O_RDONLY | os.O_TRUNC)",
         f"import os; os.truncate({str(older)!r}, 0)",
@@ -218,7 +254,7 @@ def test_the_first_landlock_has_no_say_on_truncation_but_the_jail_has(tmp_path, 
         f"import os; os.link({str(older)!r}, 'mine')",
     ):
         assert run_program(code, "", Limits(time_s=20)).kind == "forbidden", code
-    assert older.read_text().startswith('"""R')
+    assert older.read_text() == "text"
 
 
 @pytest.mark.long
@@ -244,7 +280,7 @@ def test_bombs_of_every_kind_at_once():
         "memory", "output", "disk", "forbidden", "timeout", "exception", "crashed"
     }  # fmt: skip
     assert time.monotonic() - start < 60
-    assert not [line for line in processes() if "jailed.py" in line]
+    assert not running()
 
 
 def test_a_trainer_with_many_open_files():
