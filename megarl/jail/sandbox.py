@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 JAIL = Path(__file__).with_name("jailed.py")
+SCRIPTS = str(JAIL.parent)
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
 MAX_FILES = 1000
@@ -159,6 +160,7 @@ class _JailedProcess:
     def _start(self, folder: str, report: int) -> subprocess.Popen[bytes]:
         spec = asdict(self.limits) | {
             "folder": folder,
+            "scripts": SCRIPTS,
             "mode": self.mode,
             "report": report,
             "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
