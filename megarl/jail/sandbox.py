@@ -21,11 +21,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 JAIL = Path(__file__).with_name("jailed.py")
 SCRIPTS = str(JAIL.parent)
@@ -33,9 +33,16 @@ START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
 MAX_FILES = 1000
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-BY_SIGNAL = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}  # SIGKILL: OOM killer
+BY_SIGNAL: dict[int, str] = {
+    signal.SIGSYS: "forbidden",
+    signal.SIGXCPU: "timeout",
+    signal.SIGKILL: "memory",
+}  # SIGKILL: OOM killer
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
 READ_BYTES = 1 << 16
+MALFORMED: dict[str, Any] = {}
+Returned = TypeVar("Returned")
+Steps = Generator[None, None, Returned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +55,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class CallResult:
-    """The value of one request, or the kind of its failure."""
-
-    value: Any = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """`kind` of failure is empty if the code ran to its end; `results` has an entry per completed request."""
+    """`kind` of failure is empty if the code ran to its end."""
 
     kind: str
     output: bytes = b""
-    results: Sequence[CallResult] = ()
     detail: str = ""
 
 
@@ -69,72 +67,50 @@ def missing_limits() -> dict[str, str]:
     """Returns the limits this machine cannot enforce, with reasons; empty on Linux with Landlock and seccomp."""
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
-    process = _JailedProcess("", Limits(strict=False), mode="probe")
+    process = JailedProcess("", Limits(strict=False), mode="probe")
     process.run(time.monotonic() + START_S)
     return process.reports[0]["missing"] if process.reports else {"all": "the jail does not start"}
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
     """Run `source` as a program; `deadline` is a time of ``time.monotonic``."""
-    return _JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
+    return JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
 
 
-def run_calls(source: str, requests: Sequence[dict[str, Any]], limits: Limits, *, deadline: float = math.inf) -> Run:
-    """Load `source` and execute the requests in order: {call, arguments}, {expression} or {statement}."""
-    process = _JailedProcess(source, limits, mode="calls", requests=requests)
-    run = process.run(deadline)
-    replies = [report for report in process.reports if isinstance(report.get("number"), int)]
-    in_order = [reply for number, reply in enumerate(replies) if reply["number"] == number][: len(requests)]
-    return replace(run, results=[_result(reply) for reply in in_order])
-
-
-def _result(reply: dict[str, Any]) -> CallResult:
-    if "value" in reply:
-        return CallResult(from_json(reply["value"]))
-    return CallResult(error=_known_kind(reply.get("error")))
-
-
-def from_json(tagged: Any) -> Any:
-    """Decodes the value that jailed.to_json encoded. Malformed input becomes an object that equals nothing."""
-    if not isinstance(tagged, dict) or len(tagged) != 1:
-        return tagged
-    ((kind, content),) = tagged.items()
-    try:
-        if kind == "int":
-            return int(content, 16)
-        if kind == "dict":
-            return {from_json(key): from_json(item) for key, item in content}
-        items = [from_json(item) for item in content]
-        return {"tuple": tuple, "list": list, "set": set}[kind](items)
-    except (TypeError, ValueError, KeyError, RecursionError):
-        return object()
-
-
-def _known_kind(kind: Any) -> str:
+def known_kind(kind: Any) -> str:
     """Maps unknown kinds to "exception", because the code could have written the report itself."""
     return kind if kind in REPORTED_KINDS else "exception"
 
 
 @dataclass
-class _JailedProcess:
+class JailedProcess:
     """One process, from the creation of its folder to its removal."""
 
     source: str
     limits: Limits
     mode: str
     stdin: str = ""
-    requests: Sequence[dict[str, Any]] = ()
+    requests: int | None = None  # descriptor to use as the standard input instead
+    num_turns: int = 1
     reports: list[dict[str, Any]] = field(default_factory=list)  # untrusted: the code can write to the pipe as well
     partial_report: bytes = b""
-    report_bytes: int = 0
+    report_bytes: int = 0  # of this turn
+    turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        requests = json.dumps(list(self.requests))
-        self.files = {"solution.py": self.source, "stdin.txt": self.stdin, "requests.json": requests}
-        self.num_turns = 1 + len(self.requests)  # loading the code and each request are timed separately
+        self.files = {"solution.py": self.source, "stdin.txt": self.stdin}
 
     def run(self, deadline: float) -> Run:
+        steps = self.steps(deadline)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return ended.value
+
+    def steps(self, deadline: float) -> Steps[Run]:
+        """Yields after every report, while nothing is read or limited; the caller may set `turn_deadline`."""
         folder = tempfile.mkdtemp(prefix="megarl-code-")
         try:
             for name, text in self.files.items():
@@ -145,7 +121,7 @@ class _JailedProcess:
             finally:
                 os.close(report_writer)
             try:
-                violation = self._watch(process, report, folder, deadline)
+                violation = yield from self._watch(process, report, folder, deadline)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -171,7 +147,7 @@ class _JailedProcess:
         with open(Path(folder, "stdin.txt"), "rb") as stdin:
             return subprocess.Popen(
                 [sys.executable, "-S", "-P", "-s", "-B", str(JAIL), json.dumps(spec)],
-                stdin=stdin,
+                stdin=stdin if self.requests is None else self.requests,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
@@ -180,17 +156,17 @@ class _JailedProcess:
                 start_new_session=True,
             )
 
-    def _watch(self, process: subprocess.Popen[bytes], report: int, folder: str, deadline: float) -> str:
+    def _watch(self, process: subprocess.Popen[bytes], report: int, folder: str, deadline: float) -> Steps[str]:
         """Read until the process ends by itself. Returns the limit it exceeded, for which it must be killed, or "".
 
-        Each turn has `time_s`; a report starts the next one.
+        The first report, before the code runs, starts its `time_s`; the caller of `steps` may prolong them.
         """
         assert process.stdout is not None
         stdout = process.stdout.fileno()
         open_streams, poll = {stdout, report}, select.poll()  # select() fails above 1024 open files
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
-        turns_seen, turn_deadline = 0, min(time.monotonic() + START_S, deadline)
+        num_seen, self.turn_deadline = 0, min(time.monotonic() + START_S, deadline)
         while True:
             if not open_streams:
                 time.sleep(POLL_S / 10)
@@ -205,13 +181,15 @@ class _JailedProcess:
                     self._add_reports(data)
             if not open_streams and process.poll() is not None:
                 return ""
-            if max(len(self.output), self.report_bytes / self.num_turns) > self.limits.output_bytes:
+            if max(len(self.output), self.report_bytes) > self.limits.output_bytes:
                 return "output"
-            if turns_seen < len(self.reports) <= self.num_turns + 1:  # any further ones are the code's own
-                turns_seen = len(self.reports)
-                turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
-            if time.monotonic() > turn_deadline:
-                return "timeout" if self.reports and time.monotonic() < deadline else "sandbox"
+            if self.reports and not num_seen:
+                self.turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
+            if num_seen < len(self.reports):
+                num_seen = len(self.reports)
+                yield
+            if time.monotonic() > self.turn_deadline:
+                return "timeout" if self.reports else "sandbox"
             if self._exceeds_disk(folder):
                 return "disk"
 
@@ -219,10 +197,10 @@ class _JailedProcess:
         self.report_bytes += len(data)
         *lines, self.partial_report = (self.partial_report + data).split(b"\n")
         for line in lines:
+            report = None
             with suppress(ValueError, RecursionError):
                 report = json.loads(line)
-                if isinstance(report, dict):
-                    self.reports.append(report)
+            self.reports.append(report if isinstance(report, dict) else MALFORMED)
 
     def _exceeds_disk(self, folder: str) -> bool:
         with suppress(FileNotFoundError), os.scandir(folder) as files:
@@ -240,9 +218,9 @@ class _JailedProcess:
         if violation:
             kind = violation
         elif status < 0:
-            kind = BY_SIGNAL.get(signal.Signals(-status), "crashed")
+            kind = BY_SIGNAL.get(-status, "crashed")
         elif end is None:
-            kind = "exited" if self.mode == "calls" else ""  # a program may exit; its output decides
+            kind = "" if self.mode == "stdio" else "exited"  # a program may exit; its output decides
         else:
-            kind = _known_kind(end) if end else ""
+            kind = known_kind(end) if end else ""
         return Run(kind, bytes(self.output))
