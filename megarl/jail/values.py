@@ -10,7 +10,6 @@ Used inside jails too: standard library only.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -20,9 +19,6 @@ MAX_ITEMS = 10_000  # of an iterator, which may be endless
 SEQUENCES = ("tuple", "set", "frozenset", "complex", "fraction", "range", "iterator")
 TEXTS = ("int", "bytes", "decimal")
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-ITERATORS = (
-    types.GeneratorType, map, zip, filter, enumerate, reversed, type(iter([])), type(iter(())), type(iter(""))
-)  # fmt: skip
 
 
 def refuse(value: Any) -> int:
@@ -60,7 +56,7 @@ def _encode_rare(value: Any, refer: Callable[[Any], int]) -> Any:
         return {"range": [encode(number, refer) for number in (value.start, value.stop, value.step)]}
     if isinstance(value, VIEWS):
         return [encode(item, refer) for item in value]
-    if isinstance(value, ITERATORS):
+    if refer is refuse and hasattr(type(value), "__next__"):
         return {"iterator": [encode(item, refer) for item in islice(value, MAX_ITEMS)]}
     module = type(value).__module__
     if module in ("decimal", "_decimal", "fractions", "collections"):  # imported only if the code does

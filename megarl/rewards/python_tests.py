@@ -77,7 +77,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         name = ast.unparse(called.func) if called else ""
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             yield from ast.parse("\n".join(f"{n.asname} = {n.name}" for n in item.names if n.asname)).body
-        elif name in ("unittest.main", "pytest.main") or name in functions:
+        elif name in ("unittest.main", "pytest.main", *functions) or ast.unparse(item).startswith("if __name__ =="):
             continue
         elif isinstance(item, ast.FunctionDef) and item.name in inlined:
             for argument in item.args.args:

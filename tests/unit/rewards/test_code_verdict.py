@@ -30,8 +30,8 @@ g = F = f
 """
 FORGED = """
 import os
-for descriptor in range(3, 20):
-    for line in ('{"loaded": true}', '{"verdict": ""}', '{"value": true}', '{"number": 0, "value": true}', '{"end": ""}'):
+for descriptor in range(3, 256):
+    for line in ('{"loaded": true}', '{"verdict": "", "why": ""}', '{"value": true}', '{"end": ""}'):
         try: os.write(descriptor, (line + chr(10)).encode())
         except OSError: pass
 """
@@ -105,7 +105,7 @@ SHAPES = {
     "loop": (LOOP, INCREMENT),
     "HumanEval+": (PLUS, INCREMENT),
     "HumanEval+ with a reference": (PLUS.replace("exp, 0)", "(lambda x: x + 1)(*inp), 0)"), INCREMENT),
-    "check": ("def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 4", INCREMENT),
+    "check": ("def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 4\ncheck(f)", INCREMENT),
     "try": ("try:\n    assert f(1) == 2\nexcept ZeroDivisionError:\n    pass", INCREMENT),
     "with": ("import contextlib\nwith contextlib.suppress(ZeroDivisionError):\n    assert f(1) == 2", INCREMENT),
     "a name set before": ("expected = [2]\nassert f(1) == expected[0]", INCREMENT),
@@ -156,7 +156,8 @@ SHAPES = {
     "bytes": ("assert f(b'a') == b'ab'", "def f(x): return x + b'b'"),
     "nan": ("import math\nassert math.isnan(f(1))", "def f(x): return float('nan')"),
     "OrderedDict": ("assert f(1) == {1: 2}", "import collections\ndef f(x): return collections.OrderedDict({x: 2})"),
-    "namedtuple": ("assert f(1) == (1, 2)", "import collections\ndef f(x): return collections.namedtuple('P', 'x y')(x, 2)"),
+    "namedtuple": ("assert f(1) == (1, 2)",
+                   "import collections\ndef f(x): return collections.namedtuple('P', 'x y')(x, 2)"),
     "deque": ("assert list(f(1)) == [1]", "import collections\ndef f(x): return collections.deque([x])"),
     "sets": ("assert f([3, 1]) == {1, 3} and f([1]) == frozenset([1])", "def f(x): return set(x)"),
     "a generator": ("assert list(f(3)) == [0, 1, 2] and next(f(3)) == 0", "def f(x):\n    yield from range(x)"),
@@ -166,7 +167,8 @@ SHAPES = {
     "in place, a dict": ("x = {1: 2}\nf(x)\nassert x == {1: 3}", "def f(x): x[1] = 3"),
     "a class": (
         "s = Stack([1])\ns.push(2)\nassert s.pop() == 2 and len(s) == 1 and s.items == [1] and s.me is s and 1 in s\n"
-        "assert s[0] == 1 and list(s) == [1] and str(s) == 'Stack' and Stack.SIZE == 9\ns.name = 'x'\nassert s.name == 'x'",
+        "assert s[0] == 1 and list(s) == [1] and str(s) == 'Stack' and Stack.SIZE == 9\n"
+        "s.name = 'x'\nassert s.name == 'x'",
         "class Stack:\n    SIZE = 9\n    def __init__(self, items): self.items = items; self.me = self\n"
         "    def push(self, item): self.items.append(item)\n    def pop(self): return self.items.pop()\n"
         "    def __len__(self): return len(self.items)\n    def __getitem__(self, at): return self.items[at]\n"
@@ -192,16 +194,167 @@ def score_all(pairs, entry=None, **options):
 
 
 def test_right_code_passes_tests_of_every_shape():
-    pairs = [(code, tests) for tests, code in SHAPES.values()]
-    names = [name if name != "check" else "check" for name in SHAPES]
-    entries = score_all(pairs, entry=None, time_s=20.0)
-    found = dict(zip(names, entries, strict=True))
-    found["check"] = score_all([SHAPES["check"][::-1]], entry="f", time_s=20.0)[0]
-    assert found == dict.fromkeys(names, (1.0, ""))
+    found = dict(zip(SHAPES, score_all([(code, tests) for tests, code in SHAPES.values()], time_s=20.0), strict=True))
+    assert found == dict.fromkeys(SHAPES, (1.0, ""))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_passes_tests_of_any_shape(attack):
-    pairs = [(ATTACKS[attack], tests) for tests, _ in SHAPES.values()]
-    found = dict(zip(SHAPES, score_all(pairs, entry="f" if False else None), strict=True))
-    assert {name: score for name, score in found.items() if score[0]} == {}
+    """Credit is the share of tests passed: not one, of all shapes together."""
+    assert score_all([(ATTACKS[attack], [tests for tests, _ in SHAPES.values()])])[0][0] == 0.0
+
+
+WRITE = """
+import os, time
+def write(*lines):
+    for descriptor in range(3, 256):
+        for line in lines:
+            try: os.write(descriptor, line.encode() + b"\\n")
+            except OSError: pass
+"""
+PRINT = [{"input": "", "output": "1"}]
+CALL = {"inputs": [[1], [2], [3]], "outputs": [[2], [3], [4]], "fn_name": "f"}
+DEEP, DEEP_DICT = "'[' * 900 + ']' * 900", "'{\"a\":' * 900 + '1' + '}' * 900"
+LEFT_OUT = {  # what the code causes is worth 0: it cannot choose to be left out. {attempt: (code, tests, score)}
+    "signal 40": ("import os; os.kill(os.getpid(), 40)", PRINT, (0.0, "crashed")),
+    "signal 40, calls": ("import os\ndef f(x): os.kill(os.getpid(), 40)", CALL, (0.0, "crashed")),
+    "signal 40 in the middle": (
+        "import os\ndef f(x): return x + 1 if x == 1 else os.kill(os.getpid(), 40)", CALL, (1 / 3, "crashed")),
+    "a deep list by pipe": (WRITE + f"def f(x): write('{{\"value\": ' + {DEEP} + '}}')", CALL, (0.0, "exception")),
+    "a deep dict by pipe": (WRITE + f"def f(x): write('{{\"value\": ' + {DEEP_DICT} + '}}')", CALL, (0.0, "exception")),
+    "a deeper list by pipe": (
+        WRITE + f"def f(x): write('{{\"value\": ' + {DEEP.replace('900', '90000')} + '}}')", CALL, (0.0, "exception")),
+    "a deep list": ("def f(x):\n    y = []\n    for _ in range(900): y = [y]\n    return y", CALL, (0.0, "exception")),
+    "a deeper list": (
+        "def f(x):\n    y = []\n    for _ in range(90000): y = [y]\n    return y", CALL, (0.0, "exception")),
+    "a list in itself": ("def f(x):\n    y = []\n    y.append(y)\n    return y", CALL, (0.0, "exception")),
+    "'missing' by pipe": (WRITE + "def f(x): write('{\"missing\": {\"a\": \"b\"}}')", CALL, (0.0, "exception")),
+    "a huge integer": ("def f(x): return 1 << (1 << 22)", CALL, (0.0, "output")),
+    "a huge integer by pipe": (WRITE + "def f(x): write('{\"value\": ' + '9' * 9999 + '}')", CALL, (0.0, "exception")),
+    "surrogates": ("def f(x): return chr(0xd800)", CALL, (0.0, "wrong_answer")),
+    "surrogates printed": ("import sys; sys.stdout.buffer.write(b'\\xed\\xa0\\x80')", PRINT, (0.0, "wrong_answer")),
+    "a huge float by pipe": (WRITE + "def f(x): write('{\"value\": 1e999999}')", CALL, (0.0, "wrong_answer")),
+    "unhashable and odd tags": (
+        WRITE + "def f(x): write('{\"value\": {\"set\": [[1]], \"dict\": 1}}')", CALL, (0.0, "exception")),
+    "a set of lists": (
+        WRITE + "def f(x): write('{\"value\": {\"set\": [[1]]}}')", ["assert f(1) == 2"], (0.0, "exception")),
+    "an odd error": (WRITE + "def f(x): write('{\"raised\": [[]], \"kind\": [[]]}')", CALL, (0.0, "exception")),
+    "an error by name": (
+        WRITE + "def f(x): write('{\"raised\": [], \"text\": \"\", \"kind\": \"bad_tests\"}')",
+        ["assert f(1) == 2"], (0.0, "exception")),
+    "a missing module": ("def f(x): import no_such_module", ["assert f(1) == 2"], (0.0, "exception")),
+    "closes all files and sleeps": (
+        "import os, time; os.closerange(0, 99); time.sleep(60)", PRINT, (0.0, "timeout")),
+    "closes all files and sleeps, calls": (
+        "import os, time\ndef f(x): os.closerange(0, 99); time.sleep(60)", CALL, (0.0, "timeout")),
+    "stops itself": ("import os; os.kill(os.getpid(), 19)", PRINT, (0.0, "timeout")),
+    "reads no requests": (
+        WRITE + "def f(x):\n    write('{\"value\": 1}')\n    time.sleep(60)",
+        ["assert f('a' * 900_000) == 2"] * 2, (0.0, "wrong_answer")),
+    "a flood of reports": (WRITE + "def f(x):\n    while True: write('{}' * 1000)", CALL, (0.0, "exception")),
+    "a flood of small reports": (WRITE + "def f(x):\n    while True: write('')", CALL, (0.0, "exception")),
+    "a value that makes the tests slow": (
+        "def f(x): return 10 ** 7", ["assert sum(1 for a in range(f(1)) for b in range(f(1))) == 1"], (0.0, "timeout")),
+    "one hash": (
+        "def f(x): return {i * (2**61 - 1) for i in range(60_000)}", ["assert f(1) == {1}"], (0.0, "timeout")),
+    "a lone surrogate in the source": ("x = '\udc80'\ndef f(x): return x", CALL, (0.0, "wrong_answer")),
+    "NUL in the source": ("x = '\0'", CALL, (0.0, "syntax")),
+    "exits in the tests": ("def f(x): raise SystemExit(0)", ["f(1)", "assert f(1) == 2"], (0.0, "exited")),
+    "exits when loaded": ("raise SystemExit(0)", ["assert f(1) == 2"], (0.0, "exited")),
+}  # fmt: skip
+STRICT = {  # {attempt: (code, tests, value)}
+    "an integer by a float": (
+        "def f(): return 123456700.0", {"inputs": [[]], "outputs": [123456789], "fn_name": "f"}, 0),
+    "a printed integer by a float": ("print(123456700.0)", [{"input": "", "output": "123456789"}], 0),
+    "an integer nearly": ("def f(): return 1.0000001", {"inputs": [[]], "outputs": [1], "fn_name": "f"}, 0),
+    "an integer as a float": ("def f(): return 1.0", {"inputs": [[]], "outputs": [1], "fn_name": "f"}, 0),
+    "a float nearly": ("def f(): return 0.50000001", {"inputs": [[]], "outputs": [0.5], "fn_name": "f"}, 1),
+    "a float by an integer": ("def f(): return 2", {"inputs": [[]], "outputs": [2.0], "fn_name": "f"}, 1),
+    "a float by a text": ("def f(): return '2.0'", {"inputs": [[]], "outputs": [2.0], "fn_name": "f"}, 0),
+    "a float by a huge integer": ("def f(): return 9 ** 999", {"inputs": [[]], "outputs": [2.0], "fn_name": "f"}, 0),
+    "a large integer": ("def f(): return 2 ** 70", {"inputs": [[]], "outputs": [2 ** 70], "fn_name": "f"}, 1),
+    "a large integer nearly": (
+        "def f(): return 2 ** 70 + 1", {"inputs": [[]], "outputs": [2 ** 70], "fn_name": "f"}, 0),
+    "True for 1": ("def f(): return True", {"inputs": [[]], "outputs": [1], "fn_name": "f"}, 1),
+    "1e5 is a word": ("print(100000.0)", [{"input": "", "output": "1e5"}], 0),
+    "0e4711 is a word": ("print(0)", [{"input": "", "output": "0e4711"}], 0),
+    "1e-05 is a number": ("print(0.00001000001)", [{"input": "", "output": "1e-05"}], 1),
+    "2.50 is a number": ("print('2.5', '-3')", [{"input": "", "output": "2.50 -3.0"}], 1),
+    "nan is a word": ("print(float('nan'))", [{"input": "", "output": "1.0"}], 0),
+    "underscores": ("print('1_0.0')", [{"input": "", "output": "10.0"}], 0),
+    "nothing printed": ("import sys; sys.exit(0)", [{"input": "", "output": "1"}], 0),
+    "nothing expected": ("import sys; sys.exit(0)", [{"input": "", "output": ""}], 1),
+    "constants": ("x = 1", ["assert True"], 1),
+    "wrapped, all": ("def f(x): return x", {"inputs": [[1], [[2]]], "outputs": [[1], [[2]]], "fn_name": "f"}, 1),
+    "wrapped, not all": ("def f(x): return 5", {"inputs": [[1], [2]], "outputs": [[5], [1, 2]], "fn_name": "f"}, 0),
+    "wrapped, LiveCodeBench": (
+        "def f(x): return 5", [{"input": "1", "output": "[5]", "testtype": "functional", "fn_name": "f"}], 0),
+    "a set for a list": ("def f(): return {1}", {"inputs": [[]], "outputs": [[1], [1]][:1], "fn_name": "f"}, 0),
+    "a dict": ("def f(): return {2: (1,), 'a': 0.5}",
+               {"inputs": [[]], "outputs": [{"a": 0.5, "2": [1]}], "fn_name": "f"}, 1),
+    "a dict with more": (
+        "def f(): return {'a': 1, 'b': 2}", {"inputs": [[]], "outputs": [{"a": 1}], "fn_name": "f"}, 0),
+    "a str that lies": ("class S(str):\n    def __eq__(self, o): return True\ndef f(x): return S('b')",
+                        ["assert f(1) == 'a'"], 0),
+    "a float that lies": ("class S(float):\n    def __eq__(self, o): return True\ndef f(x): return S(2)",
+                          ["assert f(1) == 1.0"], 0),
+    "an int that lies": ("class S(int):\n    __eq__ = lambda *a: True\n    __index__ = lambda s: 1\n"
+                         "def f(x): return S(2)", ["assert f(1) == 1"], 0),
+    "tolist lies": ("class S:\n    def tolist(self): return 7\ndef f(x): return S()", ["assert f(1) == 1"], 0),
+    "reads requests.json": ("print(open('requests.json').read())", PRINT, 0),
+    "overwrites its files": ("open('stdin.txt', 'w').write('1'); open('solution.py', 'w').write('print(1)')", PRINT, 0),
+    "patches json.dumps": ("import json\njson.dumps = lambda *a: '{\"value\": 2}'\ndef f(x): return 3", CALL, 0),
+    "writes to a reference's input": (
+        "def f(x): x.clear()", ["def ref(x):\n    return x[0] if x else None\nx = [1]\nassert f(x) == ref(x)"], 0),
+}  # fmt: skip
+UNJUDGEABLE = {  # tests that the solution would decide: {tests: entry point}
+    "assert f(1) == g(1)": None,
+    "assert f(1) == F(1)": None,
+    "class T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(1), f(2))": None,
+    "assert isinstance(f(1), Point)": None,
+    "assert f(lambda x: x) == 1": None,
+    "class A: pass\nassert f(A()) == 1": None,
+    "assert abs(poly(f(1))) < 1e-6": "f",
+    "def check(candidate):\n    assert decode(candidate(1)) == 1": "f",
+}
+BAD = [
+    "import no_such_module\nassert f(1) == 2",
+    "1 / 0\nassert f(1) == 2",
+    "assert f(1) ==",
+    "x = 1",
+    "assert min(max(1)) == 1",
+]
+
+
+def test_what_the_code_causes_is_worth_nothing_and_named():
+    found = score_all([(code, tests) for code, tests, _ in LEFT_OUT.values()], total_s=20.0)
+    assert dict(zip(LEFT_OUT, found, strict=True)) == {name: score for name, (_, _, score) in LEFT_OUT.items()}
+
+
+def test_values_are_compared_strictly():
+    found = score_all([(code, tests) for code, tests, _ in STRICT.values()], time_s=20.0, credit="all")
+    values = {name: value for name, (value, _) in zip(STRICT, found, strict=True)}
+    assert values == {name: value for name, (_, _, value) in STRICT.items()}
+
+
+def test_tests_that_the_solution_would_decide_are_refused_by_name():
+    found = {tests: score_all([(EQUAL, tests)], entry)[0] for tests, entry in UNJUDGEABLE.items()}
+    assert found == dict.fromkeys(UNJUDGEABLE, (None, "unjudgeable"))
+
+
+def test_bad_tests_are_not_the_codes_fault():
+    assert score_all([(EQUAL, tests) for tests in BAD]) == [(None, "bad_tests")] * len(BAD)
+
+
+def test_the_expected_value_is_not_in_the_solutions_process():
+    """Whatever the code can read of its own memory and files, a number that only the tests contain is not there."""
+    code = """
+import gc, os
+def is_it(number): return isinstance(number, int) and number * 3 == 2754820935
+def f(x):
+    files = [open(name, errors='replace').read() for name in os.listdir()]
+    words = [word for text in files for word in text.split() if word.isdigit() and is_it(int(word))]
+    lists = [list(item) for item in gc.get_objects() if isinstance(item, (dict, list, tuple))]
+    return next((item for items in [words, *lists] for item in items if is_it(item)), 0)
+"""
+    assert score_all([(code, ["n = 918273645\nassert f(1) == n"])]) == [(0.0, "wrong_answer")]
