@@ -92,7 +92,10 @@ class Link:
 
 
 class Remote:
-    """A name or object of the solution; `level` counts the attributes read since the name or the instance."""
+    """A name or object of the solution; `level` counts the attributes read since the name or the instance.
+
+    What would tell the solution an expected value is not forwarded: comparison, arithmetic, `in`.
+    """
 
     __slots__ = ("_level", "_link", "_target")
     _level: int
@@ -116,11 +119,6 @@ class Remote:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._link.ask(self, "setattr", (name, value))
-
-    def __contains__(self, item: Any) -> bool:
-        if self._level:
-            raise TypeError("of the objects that a class returned, attributes cannot be searched")
-        return self._link.ask(self, "contains", (item,)) is True
 
     def __instancecheck__(self, other: Any) -> bool:
         raise Unjudgeable(f"isinstance(..., {self._target}) asks for a class of the solution")

@@ -57,8 +57,10 @@ class Session:
         process.turn_deadline, process.report_bytes = until, 0
         while len(process.reports) == self._num_read:
             self._step()
+        report = process.reports[self._num_read]
+        process.reports[self._num_read] = {"end": str(report["end"])[:20]} if "end" in report else {}  # frees memory
         self._num_read += 1
-        return process.reports[self._num_read - 1]
+        return report
 
     def ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
         """Sends a request and returns the reply."""

@@ -71,7 +71,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "iter": iter,
     "getitem": operator.getitem,
     "setitem": operator.setitem,
-    "contains": operator.contains,
     "str": str,
     "repr": repr,
 }

@@ -67,7 +67,8 @@ def make_code(reward: Reward) -> BatchReward:
         strict=options.sandbox == "strict",
     )
     total_s = options.total_s + START_S + options.time_s + 10.0  # for samples still running when the time is up
-    return BatchReward(reward.name, reward.weight, _Code(options, limits), total_s)
+    code = _Code(options, limits)
+    return BatchReward(reward.name, reward.weight, code, total_s, code.read_tests)
 
 
 def extract_code(response: str) -> str:
@@ -95,7 +96,7 @@ class _Code:
             return list(pool.map(lambda request: try_score(self._score, request, deadline), requests))
 
     def read_tests(self, answer: str | None, extra: Mapping[str, Any]) -> ProblemTests:
-        """Raises ScoreError."""
+        """Raises ScoreError if the tests cannot be read, or their verdict would be the solution's."""
         field, function = self.options.tests, extra.get("fn_name") or extra.get("entry_point")
         try:
             return read_tests(extra.get(field, answer), function)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.schema import Reward
+from megarl.data.tasks import Problem, Source
+from megarl.rewards.catalog import check_problems
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
 
@@ -126,9 +128,10 @@ SHAPES = {
     "a method of the result": ("assert f(1).lower() == 'x'", "def f(x): return 'X'"),
     "a predicate of the result": ("assert f(1).startswith('abc') and F(1).startswith('abc')",
                                   "def f(x): return 'abcd'\nF = f"),
+    "a count in the result": ("assert f(1).count('b')", "def f(x): return 'abc'"),
     "an item of the result": ("assert f(1)[0] == 3", "def f(x): return [3]"),
     "in the result": ("assert 3 in f(1) and 5 not in f(1)", "def f(x): return [3, 4]"),
-    "in the result, a capital": ("assert 3 in F(1) and 5 not in F(1)", "def F(x): return [3, 4]"),
+    "in the result, a capital": ("assert 3 in F(1)", "def F(x): return [3, 4]"),
     "the difference to the result": ("assert abs(f(1) - 3.5) < 1e-6", "def f(x): return 3.5"),
     "f-string": ("assert f'{f(1)}' == '3' and repr(f(1)) == '3'", "def f(x): return 3"),
     "walrus": ("assert (y := f(1)) == 2 and y + 1 == 3", INCREMENT),
@@ -302,6 +305,8 @@ STRICT = {  # {attempt: (code, tests, value)}
                          "def f(x): return S(2)", ["assert f(1) == 1"], 0),
     "tolist lies": ("class S:\n    def tolist(self): return 7\ndef f(x): return S()", ["assert f(1) == 1"], 0),
     "reads requests.json": ("print(open('requests.json').read())", PRINT, 0),
+    "a solution that prints": ("print('a')\ndef f(x):\n    print(input)\n    return x + 1", CALL, 1),
+    "reads its input": ("import sys\ndef f(x): return sys.stdin.read() or x + 1", CALL, 1),
     "overwrites its files": ("open('stdin.txt', 'w').write('1'); open('solution.py', 'w').write('print(1)')", PRINT, 0),
     "patches json.dumps": ("import json\njson.dumps = lambda *a: '{\"value\": 2}'\ndef f(x): return 3", CALL, 0),
     "writes to a reference's input": (
@@ -358,3 +363,21 @@ def f(x):
     return next((item for items in [words, *lists] for item in items if is_it(item)), 0)
 """
     assert score_all([(code, ["n = 918273645\nassert f(1) == n"])]) == [(0.0, "wrong_answer")]
+
+
+def test_problems_that_cannot_be_judged_are_named_at_the_start():
+    rewards = [make_code(Reward(name="code"))]
+    extra = [{"tests": "assert f(1) == 2"}, {"tests": "assert f(1) == g(1)"}, {"tests": "assert ("}]
+
+    def sources(*rows):
+        return lambda: [Source(lambda index: Problem("q", None, extra[rows[index]]), len(rows))]
+
+    assert list(check_problems(rewards, sources(0))) == []
+    assert list(check_problems(rewards, sources(0, 1, 2))) == [
+        "rewards: name='code' cannot score 2 of 3 problems; problem 1: unjudgeable: the solution would judge itself "
+        "(tests): f(1) == g(1): both sides are the solution's; their samples are left out"
+    ]
+    with pytest.raises(
+        ValueError, match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct their tests"
+    ):
+        list(check_problems(rewards, sources(2)))
