@@ -179,8 +179,9 @@ def test_no_code_is_the_policys_fault():
     assert score_all([("", STDIO)]) == [(0.0, "no_code")]
 
 
-def test_time_is_bounded_for_all_samples_together():
+@pytest.mark.parametrize("code", ["while True: pass", "import os, time; os.closerange(0, 99); time.sleep(60)"])
+def test_time_is_bounded_for_all_samples_together(code):
     reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 1.5}))
-    case = ScoreRequest("0/0", "p", "while True: pass", extra={"tests": STDIO})
+    case = ScoreRequest("0/0", "p", code, extra={"tests": STDIO})
     scores = [(score.value, score.cause) for score in reward([case] * 6)]
     assert scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4  # those that used the time, those that had none

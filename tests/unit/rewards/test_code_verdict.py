@@ -33,7 +33,7 @@ g = F = f
 FORGED = """
 import os
 for descriptor in range(3, 256):
-    for line in ('{"loaded": true}', '{"verdict": "", "why": ""}', '{"value": true}', '{"end": ""}'):
+    for line in ('{"loaded": 1}', '{"verdict": "", "why": ""}', '{"number": 0, "value": true}', '{"end": ""}'):
         try: os.write(descriptor, (line + chr(10)).encode())
         except OSError: pass
 """
@@ -217,16 +217,17 @@ def write(*lines):
 """
 PRINT = [{"input": "", "output": "1"}]
 CALL = {"inputs": [[1], [2], [3]], "outputs": [[2], [3], [4]], "fn_name": "f"}
-DEEP, DEEP_DICT = "'[' * 900 + ']' * 900", "'{\"a\":' * 900 + '1' + '}' * 900"
+DEEP = "'[' * 900 + ']' * 900"
+DEEP_DICT = """'{"dict": [[1, ' * 300 + '1' + ']]}' * 300"""
+REPLY = WRITE + "def f(x): write('{\"number\": 0, \"value\": ' + %s + '}')"
 LEFT_OUT = {  # what the code causes is worth 0: it cannot choose to be left out. {attempt: (code, tests, score)}
     "signal 40": ("import os; os.kill(os.getpid(), 40)", PRINT, (0.0, "crashed")),
     "signal 40, calls": ("import os\ndef f(x): os.kill(os.getpid(), 40)", CALL, (0.0, "crashed")),
     "signal 40 in the middle": (
         "import os\ndef f(x): return x + 1 if x == 1 else os.kill(os.getpid(), 40)", CALL, (1 / 3, "crashed")),
-    "a deep list by pipe": (WRITE + f"def f(x): write('{{\"value\": ' + {DEEP} + '}}')", CALL, (0.0, "exception")),
-    "a deep dict by pipe": (WRITE + f"def f(x): write('{{\"value\": ' + {DEEP_DICT} + '}}')", CALL, (0.0, "exception")),
-    "a deeper list by pipe": (
-        WRITE + f"def f(x): write('{{\"value\": ' + {DEEP.replace('900', '90000')} + '}}')", CALL, (0.0, "exception")),
+    "a deep list by pipe": (REPLY % DEEP, CALL, (0.0, "exception")),
+    "a deep dict by pipe": (REPLY % DEEP_DICT, CALL, (0.0, "exception")),
+    "a deeper list by pipe": (REPLY % DEEP.replace("900", "90000"), CALL, (0.0, "exception")),
     "a deep list": ("def f(x):\n    y = []\n    for _ in range(900): y = [y]\n    return y", CALL, (0.0, "exception")),
     "a deeper list": (
         "def f(x):\n    y = []\n    for _ in range(90000): y = [y]\n    return y", CALL, (0.0, "exception")),
@@ -289,7 +290,8 @@ STRICT = {  # {attempt: (code, tests, value)}
     "nothing expected": ("import sys; sys.exit(0)", [{"input": "", "output": ""}], 1),
     "constants": ("x = 1", ["assert True"], 1),
     "wrapped, all": ("def f(x): return x", {"inputs": [[1], [[2]]], "outputs": [[1], [[2]]], "fn_name": "f"}, 1),
-    "wrapped, not all": ("def f(x): return 5", {"inputs": [[1], [2]], "outputs": [[5], [1, 2]], "fn_name": "f"}, 0),
+    "wrapped, not all": ("def f(x): return 5 if x == 1 else [1, 2]",
+                         {"inputs": [[1], [2]], "outputs": [[5], [1, 2]], "fn_name": "f"}, 0),
     "wrapped, LiveCodeBench": (
         "def f(x): return 5", [{"input": "1", "output": "[5]", "testtype": "functional", "fn_name": "f"}], 0),
     "a set for a list": ("def f(): return {1}", {"inputs": [[]], "outputs": [[1], [1]][:1], "fn_name": "f"}, 0),
