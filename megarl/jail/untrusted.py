@@ -146,15 +146,16 @@ def main(spec: dict[str, Any], drop_rights: Callable[[dict[str, Any]], dict[str,
     report, mode = spec["report"], spec["mode"]
     with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
         source = file.read()
+    requests = take_requests() if mode in ("solution", "tests") else None
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})
     if mode == "probe" or (missing and spec["strict"]):
         return
-    if mode == "tests":
-        run_tests(take_requests(), report)
+    if requests and mode == "tests":
+        run_tests(requests, report)
     else:
-        kind = run_stdio(source) if mode == "stdio" else serve(source, take_requests(), report)
+        kind = serve(source, requests, report) if requests else run_stdio(source)
         write(report, {"end": kind})
     if mode != "stdio":
         os._exit(0)  # in stdio mode Python waits for the program's threads
