@@ -1,6 +1,6 @@
 """Starts untrusted code in a separate process, sends its input, and kills it if it exceeds a limit.
 
-    source, input --fork server--> jailed.py (a process of its own) --stdout, report pipe--> Run(kind, output, results)
+    source, input --fork server--> jailed.py (a process of its own) --stdout, report pipe--> Run(kind, output)
 
 Every program runs in one process, which cannot start another, so killing it ends everything. Kinds of failure:
 `timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal
@@ -21,11 +21,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.jail.filesystem import MAX_FILES
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError
@@ -43,6 +43,9 @@ BY_SIGNAL: dict[int, str] = {
 }  # OOM killer
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
 READ_BYTES = 1 << 16
+MALFORMED: dict[str, Any] = {}
+Returned = TypeVar("Returned")
+Steps = Generator[None, None, Returned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +58,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class CallResult:
-    """The value of one request, or the kind of its failure."""
-
-    value: Any = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """`kind` of failure is empty if the code ran to its end; `results` has an entry per completed request."""
+    """`kind` of failure is empty if the code ran to its end."""
 
     kind: str
     output: bytes = b""
-    results: Sequence[CallResult] = ()
     detail: str = ""
 
 
@@ -76,72 +70,50 @@ def missing_limits() -> dict[str, str]:
     """Returns the limits this machine cannot enforce, with reasons; empty on Linux with Landlock and seccomp."""
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
-    process = _JailedProcess("", Limits(strict=False), mode="probe")
+    process = JailedProcess("", Limits(strict=False), mode="probe")
     process.run(time.monotonic() + START_S)
     return process.reports[0]["missing"] if process.reports else {"all": "the jail does not start"}
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
     """Run `source` as a program; `deadline` is a time of ``time.monotonic``."""
-    return _JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
+    return JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
 
 
-def run_calls(source: str, requests: Sequence[dict[str, Any]], limits: Limits, *, deadline: float = math.inf) -> Run:
-    """Load `source` and execute the requests in order: {call, arguments}, {expression} or {statement}."""
-    process = _JailedProcess(source, limits, mode="calls", requests=requests)
-    run = process.run(deadline)
-    replies = [report for report in process.reports if isinstance(report.get("number"), int)]
-    in_order = [reply for number, reply in enumerate(replies) if reply["number"] == number][: len(requests)]
-    return replace(run, results=[_result(reply) for reply in in_order])
-
-
-def _result(reply: dict[str, Any]) -> CallResult:
-    if "value" in reply:
-        return CallResult(from_json(reply["value"]))
-    return CallResult(error=_known_kind(reply.get("error")))
-
-
-def from_json(tagged: Any) -> Any:
-    """Decodes the value that jailed.to_json encoded. Malformed input becomes an object that equals nothing."""
-    if not isinstance(tagged, dict) or len(tagged) != 1:
-        return tagged
-    ((kind, content),) = tagged.items()
-    try:
-        if kind == "int":
-            return int(content, 16)
-        if kind == "dict":
-            return {from_json(key): from_json(item) for key, item in content}
-        items = [from_json(item) for item in content]
-        return {"tuple": tuple, "list": list, "set": set}[kind](items)
-    except (TypeError, ValueError, KeyError, RecursionError):
-        return object()
-
-
-def _known_kind(kind: Any) -> str:
+def known_kind(kind: Any) -> str:
     """Maps unknown kinds to "exception", because the code could have written the report itself."""
     return kind if kind in REPORTED_KINDS else "exception"
 
 
 @dataclass
-class _JailedProcess:
+class JailedProcess:
     """One process, from the creation of its folder to its removal."""
 
     source: str
     limits: Limits
     mode: str
     stdin: str = ""
-    requests: Sequence[dict[str, Any]] = ()
+    requests: int | None = None  # descriptor to use as the standard input instead
+    num_turns: int = 1
     reports: list[dict[str, Any]] = field(default_factory=list)  # untrusted: the code can write to the pipe as well
     partial_report: bytes = b""
-    report_bytes: int = 0
+    report_bytes: int = 0  # of this turn
+    turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        requests = json.dumps(list(self.requests))
-        self.files = {"solution.py": self.source, "stdin.txt": self.stdin, "requests.json": requests}
-        self.num_turns = 1 + len(self.requests)  # loading the code and each request are timed separately
+        self.files = {"solution.py": self.source, "stdin.txt": self.stdin}
 
     def run(self, deadline: float) -> Run:
+        steps = self.steps(deadline)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return ended.value
+
+    def steps(self, deadline: float) -> Steps[Run]:
+        """Yields after every report, while nothing is read or limited; the caller may set `turn_deadline`."""
         folder = tempfile.mkdtemp(prefix="megarl-code-")
         report, stdout = os.pipe(), os.pipe()
         try:
@@ -153,7 +125,7 @@ class _JailedProcess:
                 os.close(stdout[1])
                 os.close(report[1])
             try:
-                violation = self._watch(process, stdout[0], report[0], folder, deadline)
+                violation = yield from self._watch(process, stdout[0], report[0], folder, deadline)
             finally:
                 status = process.kill()
         except ForkServerError as error:
@@ -173,18 +145,18 @@ class _JailedProcess:
             "packages": sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib")}),
         }
         with open(Path(folder, "stdin.txt"), "rb") as stdin:
-            return SERVER.start("megarl.jail.jailed:run", spec, (stdin.fileno(), stdout, report))
+            requests = stdin.fileno() if self.requests is None else self.requests
+            return SERVER.start("megarl.jail.jailed:run", spec, (requests, stdout, report))
 
-    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> str:
+    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> Steps[str]:
         """Read until the process ends by itself. Returns the limit it exceeded, for which it must be killed, or "".
 
-        Each turn has `time_s`; a report starts the next one. Reports that the code forges buy no more turns than
-        there are, and the process has the CPU time of all of them together.
+        The first report, before the code runs, starts its `time_s`; the caller of `steps` may prolong them.
         """
         open_streams, poll = {stdout, report}, select.poll()  # select() fails above 1024 open files
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
-        turns_seen, turn_deadline = 0, min(time.monotonic() + START_S, deadline)
+        num_seen, self.turn_deadline = 0, min(time.monotonic() + START_S, deadline)
         next_check = 0.0
         disk_bytes = self.limits.disk_bytes + sum(4096 + len(text) for text in self.files.values())
         while True:
@@ -201,13 +173,15 @@ class _JailedProcess:
                     self.output += data
                 else:
                     self._add_reports(data)
-            if max(len(self.output), self.report_bytes / self.num_turns) > self.limits.output_bytes:
+            if max(len(self.output), self.report_bytes) > self.limits.output_bytes:
                 return "output"
-            if turns_seen < len(self.reports) <= self.num_turns:
-                turns_seen = len(self.reports)
-                turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
-            if time.monotonic() > turn_deadline:
-                return "timeout" if self.reports and time.monotonic() < deadline else "sandbox"
+            if self.reports and not num_seen:
+                self.turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
+            if num_seen < len(self.reports):
+                num_seen = len(self.reports)
+                yield
+            if time.monotonic() > self.turn_deadline:
+                return "timeout" if self.reports else "sandbox"
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + POLL_S
                 if violation := _excess(process.pid, folder, disk_bytes):
@@ -217,10 +191,10 @@ class _JailedProcess:
         self.report_bytes += len(data)
         *lines, self.partial_report = (self.partial_report + data).split(b"\n")
         for line in lines:
+            report = None
             with suppress(ValueError, RecursionError):
                 report = json.loads(line)
-                if isinstance(report, dict):
-                    self.reports.append(report)
+            self.reports.append(report if isinstance(report, dict) else MALFORMED)
 
     def _classify(self, violation: str, status: int) -> Run:
         missing = self.reports[0].get("missing") if self.reports else None
@@ -234,9 +208,9 @@ class _JailedProcess:
         elif status < 0:
             kind = BY_SIGNAL.get(-status, "crashed")
         elif end is None:
-            kind = "exited" if self.mode == "calls" else ""  # a program may exit; its output decides
+            kind = "" if self.mode == "stdio" else "exited"  # a program may exit; its output decides
         else:
-            kind = _known_kind(end) if end else ""
+            kind = known_kind(end) if end else ""
         return Run(kind, bytes(self.output))
 
 

@@ -6,11 +6,15 @@ stdio: solution.py as a program     calls: requests.json, one JSON line per requ
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
+
+from megarl.jail.proxies import run_tests
+from megarl.jail.values import decode, encode, refuse
 
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
 
@@ -55,51 +59,64 @@ def run_stdio(source: str) -> str:
     return "" if kind == "exited" else kind
 
 
-def to_json(value: Any) -> Any:
-    """Plain data as JSON, with tags for types that JSON lacks (sandbox.from_json reads them back).
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
+    "getattr": getattr,
+    "setattr": setattr,
+    "len": len,
+    "iter": iter,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "str": str,
+    "repr": repr,
+}
 
-    Raises TypeError for any other value.
+
+def execute(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
+    """Applies an operation to a name or object of the solution.
+
+    {do, target, arguments, keywords, with_objects, in_place} -> {value, arguments?} or {raised, text, kind}
     """
-    if value is None or isinstance(value, (bool, str, float)):
-        return str.__str__(value) if isinstance(value, str) else value
-    if isinstance(value, int):
-        return int.__index__(value) if -(2**63) <= value < 2**63 else {"int": int.__format__(value, "x")}
-    kind: Any
-    for kind in (tuple, list, set, frozenset):
-        if isinstance(value, kind):
-            return {"set" if kind is frozenset else kind.__name__: [to_json(item) for item in kind.__iter__(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[to_json(key), to_json(item)] for key, item in dict.items(value)]}
-    if type(value).__module__ == "collections":  # deque
-        return {"list": [to_json(item) for item in value]}
-    if hasattr(value, "tolist"):  # NumPy
-        return to_json(value.tolist())
-    raise TypeError(f"{type(value).__name__} is not plain data")
 
+    def refer(value: Any) -> int:
+        known = next((number for number, item in enumerate(objects) if item is value), len(objects))
+        objects[known:] = objects[known:] or [value]
+        return known
 
-def execute_request(request: dict[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Run a {statement}, {expression} or {call, arguments}. Returns its `value`, or its `error` and the reason."""
     try:
-        if "statement" in request:
-            exec(request["statement"], namespace)
-            return {"value": True}
-        if "expression" in request:
-            value = eval(request["expression"], namespace)
-        else:
-            name = request["call"]
-            function = namespace[name] if name in namespace else getattr(namespace["Solution"](), name)
-            value = function(*request["arguments"])
-        return {"value": to_json(value)}
+        arguments = [decode(argument, objects.__getitem__) for argument in request["arguments"]]
+        keywords = {
+            name: decode(argument, objects.__getitem__) for name, argument in request.get("keywords", {}).items()
+        }
+        target = request["target"]
+        target = objects[target] if isinstance(target, int) else lookup(target, namespace)
+        value = OPERATIONS[request["do"]](target, *arguments, **keywords)
+        reply = {"value": encode(value, refer if request.get("with_objects") else refuse)}
+        if request.get("in_place"):
+            reply["arguments"] = [encode(argument) for argument in arguments]
+        return reply
     except BaseException as error:  # noqa: BLE001 (generated code may raise anything)
-        return {"error": failure_kind(error), "why": f"{type(error).__name__}: {error}"[:200]}
+        names = [kind.__name__ for kind in type(error).__mro__]
+        return {"raised": names, "text": str(error)[:1000], "kind": failure_kind(error)}
 
 
-def run_calls(source: str, requests: list[dict[str, Any]], report: int) -> str:
+def lookup(name: str, namespace: dict[str, Any]) -> Any:
+    """A global of the solution, or a method of its class Solution."""
+    if name in namespace:
+        return namespace[name]
+    if "Solution" in namespace:
+        return getattr(namespace["Solution"](), name)
+    raise NameError(f"name {name!r} is not defined")
+
+
+def serve(source: str, requests: BinaryIO, report: int) -> str:
+    """Load the solution and execute requests, one a line, until there are no more."""
     namespace, kind = load(source, "solution")
     if not kind:
         write(report, {"loaded": True})
-        for number, request in enumerate(requests):
-            write(report, {"number": number, **execute_request(request, namespace)})
+        objects: list[Any] = []
+        for line in requests:
+            write(report, execute(json.loads(line), namespace, objects))
     return kind
 
 
@@ -107,27 +124,36 @@ def write(report: int, line: dict[str, Any], dumps: Any = json.dumps, send: Any 
     try:
         data = dumps(line).encode() + b"\n"
     except (ValueError, RecursionError, MemoryError) as error:
-        data = dumps({"number": line.get("number"), "error": "exception", "why": type(error).__name__}).encode() + b"\n"
+        data = dumps({"raised": [type(error).__name__], "text": "", "kind": "exception"}).encode() + b"\n"
     while data:
         data = data[send(report, data) :]
 
 
+def take_requests() -> BinaryIO:
+    """The standard input, which the code then finds empty."""
+    requests = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return requests
+
+
 def main(spec: dict[str, Any], drop_rights: Callable[[dict[str, Any]], dict[str, str]]) -> None:
-    report = spec["report"]
+    report, mode = spec["report"], spec["mode"]
     with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
         source = file.read()
-    requests = []
-    if spec["mode"] == "calls":
-        with open("requests.json", encoding="utf-8") as file:
-            requests = json.load(file)
+    requests = take_requests() if mode in ("solution", "tests") else None
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})
-    mode, is_refused = spec["mode"], bool(missing) and spec["strict"]
+    is_refused = bool(missing) and spec["strict"]
     spec.clear()  # the code could read it in the callers' frames
     if mode == "probe" or is_refused:
         return
-    kind = run_stdio(source) if mode == "stdio" else run_calls(source, requests, report)
-    write(report, {"end": kind})
-    if mode == "calls":
+    if requests and mode == "tests":
+        run_tests(requests, report)
+    else:
+        kind = serve(source, requests, report) if requests else run_stdio(source)
+        write(report, {"end": kind})
+    if mode != "stdio":
         os._exit(0)  # in stdio mode Python waits for the program's threads

@@ -7,6 +7,7 @@ imports torch, except with the model's tokenizer, which is loaded where a settin
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
@@ -16,7 +17,7 @@ from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
-from megarl.rewards.catalog import make_rewards
+from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
 
@@ -30,7 +31,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     is_evaluated = command == "eval" or (config.stage == "rl" and config.eval.every > 0)
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
     if config.stage == "rl" or command in ENGINE_COMMANDS:
-        make_rewards(config.rewards)
+        notes += tuple(check_problems(make_rewards(config.rewards), partial(load_sources, config.task)))
     _check_text(config, folder)
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)

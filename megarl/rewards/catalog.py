@@ -9,20 +9,22 @@ a URL                    --> a server (remote.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 
 from megarl.config.schema import Reward
+from megarl.data.tasks import Source
 from megarl.data.user_code import import_function, is_dotted
 from megarl.rewards.code import make_code
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import BatchReward, Decode, unknown_option
+from megarl.rewards.interface import BatchReward, Decode, ScoreError, unknown_option
 from megarl.rewards.judge import make_judge
 from megarl.rewards.process import make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN, Accuracy
 
 MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
+MAX_CHECKED = 1000  # problems of a source
 NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process")
 
 
@@ -56,3 +58,26 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     near = get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}, or write package.module:function"
     raise ValueError(f"rewards: name={name!r} is unknown; {hint}")
+
+
+def check_problems(rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]) -> Iterator[str]:
+    """Yields which problems a reward cannot score, whatever the response; reads the first 1,000 of a source.
+
+    Raises ValueError if a reward can score none of them.
+    """
+    checks = [(reward.name, reward.check) for reward in rewards if reward.check]
+    for source in load() if checks else ():
+        problems = [source.problem(index) for index in range(min(source.size or 1, MAX_CHECKED))]
+        for name, check in checks:
+            refused = []
+            for index, problem in enumerate(problems):
+                try:
+                    check(problem.answer, problem.extra)
+                except ScoreError as error:
+                    refused.append(f"problem {index}: {error.cause}: {error}")
+            if not refused:
+                continue
+            summary = f"rewards: name={name!r} cannot score {len(refused)} of {len(problems)} problems; {refused[0]}"
+            if len(refused) == len(problems):
+                raise ValueError(f"{summary}; correct their tests, or choose another reward")
+            yield f"{summary}; their samples are left out"

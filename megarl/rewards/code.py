@@ -1,29 +1,37 @@
 """The `code` reward: runs the response's program on the problem's tests, each program in a jail.
 
-    response --last fenced block--> source --tests of the problem--> sandbox (one process per program) --> share passed
+    response --last fenced block--> source --stdin--> jail --what it prints--> compared here
+                                           --calls--> solution's jail --results--> compared here (JSON), or in the
+                                                      tests' jail (Python), which reports a verdict per test
 
-A program that fails scores 0 (or the share of tests it passed), and the kind of its first failure is counted, for
-example reward/code/timeout: the kinds of jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not the
-program's fault drop the sample: `sandbox`, `bad_tests`, `not_run` (no time was left), `error`.
+The solution never shares a process with an expected result or with what decides. A program that fails scores 0 (or the
+share of tests it passed), and the kind of its first failure is counted, for example reward/code/timeout: the kinds of
+jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not the program's fault drop the sample: `sandbox`,
+`bad_tests`, `unjudgeable` (the program would decide its own verdict), `not_run` (never started, as no time was left).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
-from megarl.jail.sandbox import Limits, Run, missing_limits, run_calls, run_program
-from megarl.rewards.code_tests import CallTest, ProgramTest, read_tests
+from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
+from megarl.jail.sessions import Ended, Solution, Tests
+from megarl.jail.values import encode
+from megarl.rewards.code_tests import CallTest, ProblemTests, read_tests
 from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.python_tests import Script, Unjudgeable
 
 log = logging.getLogger(__name__)
+NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
 
 
 class CodeOptions(Section):
@@ -58,8 +66,9 @@ def make_code(reward: Reward) -> BatchReward:
         output_bytes=options.output_kb << 10,
         strict=options.sandbox == "strict",
     )
-    total_s = options.total_s + 30.0  # for programs still running when the time is up
-    return BatchReward(reward.name, reward.weight, _Code(options, limits), total_s)
+    total_s = options.total_s + START_S + options.time_s + 10.0  # for samples still running when the time is up
+    code = _Code(options, limits)
+    return BatchReward(reward.name, reward.weight, code, total_s, code.read_tests)
 
 
 def extract_code(response: str) -> str:
@@ -73,9 +82,7 @@ def extract_code(response: str) -> str:
     return code if newline and language.strip().lower() in ("", "python", "python3", "py") else pieces[last]
 
 
-class _TestResult(NamedTuple):
-    failure: str = ""  # its kind; empty: the test passed
-    detail: str = ""
+Result = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
 
 
 @dataclass(frozen=True)
@@ -88,60 +95,101 @@ class _Code:
         with ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="code") as pool:
             return list(pool.map(lambda request: try_score(self._score, request, deadline), requests))
 
-    def _score(self, request: ScoreRequest, deadline: float) -> Score:
-        field, function = self.options.tests, request.extra.get("fn_name") or request.extra.get("entry_point")
+    def read_tests(self, answer: str | None, extra: Mapping[str, Any]) -> ProblemTests:
+        """Raises ScoreError if the tests cannot be read, or their verdict would be the solution's."""
+        field, function = self.options.tests, extra.get("fn_name") or extra.get("entry_point")
         try:
-            tests = read_tests(request.extra.get(field, request.answer), function)
+            return read_tests(extra.get(field, answer), function)
+        except Unjudgeable as error:
+            raise ScoreError("unjudgeable", f"the solution would judge itself ({field}): {error}") from None
         except ValueError as error:
             raise ScoreError("bad_tests", f"cannot read the problem's tests ({field}): {error}") from None
+
+    def _score(self, request: ScoreRequest, deadline: float) -> Score:
+        tests = self.read_tests(request.answer, request.extra)
         source = extract_code(request.response)
         if not source.strip():
             return Score(0.0, "no_code", "found no code in the response")
-        results = self._run_tests(source, tests, deadline)
-        failure, detail = next((result for result in results if result.failure), _TestResult())
-        if failure in ("sandbox", "not_run"):
-            raise ScoreError(failure, detail or f"ran out of total_s={self.options.total_s} before all tests")
-        passed = sum(not result.failure for result in results)
+        if time.monotonic() >= deadline:
+            raise ScoreError("not_run", f"ran out of total_s={self.options.total_s} before this sample")
+        # a sample that was started has its time, so that none can be left out by using all of it
+        run = _SampleRun(source, self.limits, max(deadline, time.monotonic() + START_S + self.limits.time_s))
+        results: list[Result] = []
+        for result in run.results(tests):
+            results.append(result)
+            if result[0] and self.options.credit == "all":
+                break
+        failure, detail = next((result for result in results if result[0]), ("", ""))
+        if failure in NOT_ITS_FAULT:
+            raise ScoreError(failure, detail)
+        passed = sum(not kind for kind, _ in results)
         value = passed / len(tests) if self.options.credit == "fraction" else float(passed == len(tests))
-        return Score(value, failure, f"passed {passed} of {len(tests)} tests; the first failure was {failure}")
+        reason = f" ({detail})" if detail else ""
+        return Score(value, failure, f"passed {passed} of {len(tests)} tests; the first failure was {failure}{reason}")
 
-    def _run_tests(self, source: str, tests: Sequence[ProgramTest | CallTest], deadline: float) -> list[_TestResult]:
-        """One result per test, up to the first failure unless credit is "fraction"."""
-        results: list[_TestResult] = []
-        for test in tests:
-            if not isinstance(test, ProgramTest):
-                continue
-            if results and results[-1].failure and self.options.credit == "all":
-                return results
-            if time.monotonic() >= deadline:
-                return [*results, _TestResult("not_run")]
+
+@dataclass(frozen=True)
+class _SampleRun:
+    source: str
+    limits: Limits
+    deadline: float
+
+    def results(self, tests: ProblemTests) -> Iterator[Result]:
+        """One result per test, in their order; the processes end with the iterator."""
+        for test in tests.programs:
             # plus twice the expected output, so that a correct answer is never too long
             limits = replace(self.limits, output_bytes=self.limits.output_bytes + 2 * len(test.stdout))
-            run = run_program(source, test.stdin, limits, deadline=deadline)
-            results.append(_run_result(run, test.is_passed(run.output), deadline))
-        if calls := [test for test in tests if isinstance(test, CallTest)]:
-            requests = [request for test in calls for request in test.requests]
-            results += _call_results(run_calls(source, requests, self.limits, deadline=deadline), calls, deadline)
-        return results
+            run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
+            yield run.kind or ("" if test.is_passed(run.output) else "wrong_answer"), run.detail
+        if tests.calls:
+            yield from _until_the_end(len(tests.calls), self._calls(tests.calls))
+        if tests.script:
+            yield from _until_the_end(len(tests.script.tests), self._script(tests.script))
+
+    def _calls(self, tests: Sequence[CallTest]) -> Iterator[Result]:
+        with closing(self._solution(len(tests))) as solution:
+            solution.load(self._turn)
+            for test in tests:
+                operation = {
+                    "do": "call",
+                    "target": test.name,
+                    "keywords": {},
+                    "with_objects": False,
+                    "in_place": False,
+                }
+                operation["arguments"] = [encode(argument) for argument in test.arguments]
+                reply = solution.call(operation, self._turn())
+                passed = "value" in reply and test.is_passed(reply["value"])
+                yield reply.get("kind") or ("" if passed else "wrong_answer"), reply.get("text", "")
+
+    def _script(self, script: Script) -> Iterator[Result]:
+        tests = Tests(self.limits, num_tests=len(script.tests), deadline=self.deadline)
+        with closing(tests), closing(self._solution(len(script.tests))) as solution:
+            try:  # what fails before the solution is loaded is not its fault
+                until = min(time.monotonic() + START_S, self.deadline)
+                tests.prepare(script.names, script.errors, until)
+                kind, detail = tests.run(script.prologue, None, until)
+            except Ended as ended:
+                kind, detail = ended.kind, ended.detail
+            if kind:
+                raise ScoreError("sandbox" if kind == "sandbox" else "bad_tests", f"before any test: {kind} {detail}")
+            solution.load(self._turn)
+            for text in script.tests:
+                yield tests.run(text, solution, self._turn())
+
+    def _solution(self, num_tests: int) -> Solution:
+        return Solution(self.source, self.limits, num_tests=num_tests, deadline=self.deadline)
+
+    def _turn(self) -> float:
+        return min(time.monotonic() + self.limits.time_s, self.deadline)
 
 
-def _run_result(run: Run, passed: bool, deadline: float) -> _TestResult:
-    if run.kind == "sandbox":
-        return _TestResult("not_run") if time.monotonic() >= deadline else _TestResult("sandbox", run.detail)
-    return _TestResult(run.kind or ("" if passed else "wrong_answer"))
-
-
-def _call_results(run: Run, tests: Sequence[CallTest], deadline: float) -> list[_TestResult]:
-    test_results, start = [], 0
-    for test in tests:
-        results = run.results[start : start + len(test.requests)]
-        start += len(test.requests)
-        if error := next((result.error for result in results if result.error), ""):
-            test_results.append(_TestResult(error))
-        elif len(results) < len(test.requests):
-            result = _run_result(run, True, deadline)
-            test_results.append(result if result.failure else _TestResult("exited"))
-        else:
-            passed = test.is_passed([result.value for result in results])
-            test_results.append(_TestResult("" if passed else "wrong_answer"))
-    return test_results
+def _until_the_end(num_tests: int, results: Iterator[Result]) -> Iterator[Result]:
+    """Yields `results`, and for the tests after a process ended, how it ended."""
+    done = 0
+    try:
+        for result in results:
+            done += 1
+            yield result
+    except Ended as ended:
+        yield from [(ended.kind, ended.detail)] * (num_tests - done)

@@ -73,6 +73,8 @@ class BatchReward:
     weight: float
     score: Callable[[Sequence[ScoreRequest]], list[Score]]
     total_s: float | None = None
+    # of a problem's answer and other fields; raises ScoreError if no response to the problem can be scored
+    check: Callable[[str | None, Mapping[str, Any]], object] | None = None
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         try:

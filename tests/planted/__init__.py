@@ -7,8 +7,9 @@ from planted.jail import JAIL
 from planted.models import MODELS
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
+from planted.verdict import VERDICTS
 
 __all__ = ["MUTANTS", "SMALLEST"]
 
-MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *JAIL, *MODELS, *SYSTEM, *TRAINER]
+MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *JAIL, *MODELS, *SYSTEM, *TRAINER, *VERDICTS]
 SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]

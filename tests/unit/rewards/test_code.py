@@ -48,7 +48,7 @@ def test_right_answers_in_every_format():
         (ADD, CALLS | {"outputs": [3, 7]}),
         ("class Solution:\n    def add(self, a: List[int], b) -> Optional[int]:\n        return a + b", CALLS),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "fn_name": "add"}]),
-        ("def add():\n    return ((1, 2.0), {'a': 0})", CALLS | {"inputs": [[]], "outputs": [[[1, 2], {"a": 0}]]}),
+        ("def add():\n    return ((1, 2), {'a': 0})", CALLS | {"inputs": [[]], "outputs": [[[1, 2], {"a": 0}]]}),
         ("def f():\n    return 2**20000", ["assert f() == 2**20000", "assert f() % 7 == 4"]),
         (ADD, ["assert add(1, 2) == 3", "assert add([2], [1]) == [2, 1] and not add(0, 0)"]),
         (ADD, "assert sorted(add([2], [1])) == [1, 2]\nassert math.isclose(add(1, .5), 1.5, rel_tol=1e-9)\n"),
@@ -79,8 +79,8 @@ def test_wrong_answers_and_partial_credit():
         ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}),
     ]
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
-    causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, syntax, failed, syntax, failed, "", wrong]
-    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, syntax, failed, syntax, failed, wrong, wrong]
+    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert score_all(pairs, credit="fraction") == list(zip(values, causes, strict=True))
     assert score_all(pairs[:4]) == [(0.0, wrong)] * 4
 
@@ -141,9 +141,13 @@ os._exit(0)""",
     ids=["calls", "assertions"],
 )
 def test_code_that_cheats_gets_nothing(tests):
-    found = dict(zip(CHEATS, score_all([(code, tests) for code in CHEATS.values()], credit="fraction"), strict=True))
+    found = dict(
+        zip(CHEATS, score_all([(code, tests) for code in CHEATS.values()], credit="fraction", time_s=2.0), strict=True)
+    )
     assert {name: value for name, (value, _) in found.items()} == dict.fromkeys(CHEATS, 0.0)
-    assert all(cause in ("wrong_answer", "exited", "exception") for _, cause in found.values()), found
+    assert all(
+        cause in ("wrong_answer", "exited", "exception", "forbidden", "timeout") for _, cause in found.values()
+    ), found
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,9 @@ def test_no_code_is_the_policys_fault():
     assert score_all([("", STDIO)]) == [(0.0, "no_code")]
 
 
-def test_time_is_bounded_for_all_samples_together():
-    reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 30.0}))
-    case = ScoreRequest("0/0", "p", "while True: pass", extra={"tests": STDIO})
-    assert {(score.value, score.cause) for score in reward([case] * 6)} == {(None, "not_run")}
+@pytest.mark.parametrize("code", ["while True: pass", "import os, time; os.closerange(0, 99); time.sleep(60)"])
+def test_time_is_bounded_for_all_samples_together(code):
+    reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 1.5}))
+    case = ScoreRequest("0/0", "p", code, extra={"tests": STDIO})
+    scores = [(score.value, score.cause) for score in reward([case] * 6)]
+    assert scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4  # those that used the time, those that had none

@@ -1,0 +1,174 @@
+"""The tests of a problem, in a jail of their own: names of the solution are proxies that ask its jail.
+
+    request {"run": text} --exec--> proxy --{"ask": ...} on the report pipe--> trainer --> solution's jail
+                               <--reply on the standard input-- trainer <-- plain values
+    report {"verdict": kind of failure, "why"}
+
+No code or object of the solution is in this process, and no expected value leaves it. What a function of the solution
+returns is plain data. Only classes (names that begin with a capital) give objects: their attributes are read, and
+their methods called, in the solution's jail, and one equals nothing but itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from megarl.jail.values import decode, encode
+
+PREDICATES = tuple(name for kind in (str, set, float) for name in dir(kind) if name.startswith(("is", "start", "end")))
+
+
+class Unjudgeable(BaseException):
+    """The tests need what only the solution's own process could decide."""
+
+
+class Link:
+    """The way to the solution's jail, through the trainer, which checks what passes."""
+
+    def __init__(self, requests: BinaryIO, report: int, errors: Sequence[str]) -> None:
+        self.requests, self.report = requests, report
+        self.errors = {name: type(name, (Exception,), {}) for name in errors}  # classes that the tests expect
+        self.objects: dict[int, Remote] = {}
+
+    def send(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line).encode() + b"\n"
+        while data:
+            data = data[os.write(self.report, data) :]
+
+    def ask(
+        self, remote: Remote, do: str, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None, *,
+        level: int | None = None, in_place: bool = False,
+    ) -> Any:  # fmt: skip
+        """Returns the result, plain data unless `level`, the level of a returned object, is given.
+
+        With `in_place`, lists, dicts and sets among `arguments` become what the solution made of them.
+        """
+        operation = {
+            "do": do,
+            "target": remote._target,
+            "arguments": [encode(argument, _number) for argument in arguments],
+            "keywords": {name: encode(argument, _number) for name, argument in (keywords or {}).items()},
+            "with_objects": level is not None,
+            "in_place": in_place,
+        }
+        self.send({"ask": operation})
+        reply = json.loads(self.requests.readline())
+        if "raised" in reply:
+            raise self.error(reply)
+
+        def resolve(number: int) -> Remote:
+            return self.objects.setdefault(number, Remote(self, number, level or 0))
+
+        try:
+            value = decode(reply["value"], resolve)
+            changed = [decode(argument, resolve) for argument in reply.get("arguments", ())]
+        except Exception:  # noqa: BLE001 (a set of lists, a fraction over 0)
+            raise self.error({"raised": ["ValueError"], "text": "not a value", "kind": "exception"}) from None
+        for argument, new in zip(arguments, changed, strict=False):
+            if isinstance(argument, list) and isinstance(new, list):
+                argument[:] = new
+            elif isinstance(argument, dict | set) and isinstance(new, type(argument)):
+                argument.clear()
+                argument.update(new)
+        return value
+
+    def error(self, reply: dict[str, Any]) -> Exception:
+        """The solution's exception, as the nearest class that the tests know."""
+        known = (self.errors.get(name) or getattr(builtins, name, None) for name in reply["raised"])
+        kinds = (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
+        try:
+            error = next(kinds, RuntimeError)(reply["text"])
+        except TypeError:  # UnicodeDecodeError
+            error = RuntimeError(reply["text"])
+        error.kind_of_solution = reply["kind"]  # type: ignore[attr-defined]
+        return error
+
+
+class Remote:
+    """A name or object of the solution; `level` counts the attributes read since the name or the instance.
+
+    What would tell the solution an expected value is not forwarded: comparison, arithmetic, `in`.
+    """
+
+    __slots__ = ("_level", "_link", "_target")
+    _level: int
+    _link: Link
+    _target: str | int
+
+    def __init__(self, link: Link, target: str | int, level: int = 0) -> None:
+        for slot, value in (("_link", link), ("_target", target), ("_level", level)):
+            object.__setattr__(self, slot, value)
+
+    def __call__(self, *arguments: Any, _in_place: bool = False, **keywords: Any) -> Any:
+        if self._level > 1:
+            raise TypeError("of the objects that a class returned, only methods can be called")
+        is_class = isinstance(self._target, str) and self._target[:1].isupper()
+        return self._link.ask(self, "call", arguments, keywords, level=0 if is_class else None, in_place=_in_place)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in PREDICATES:  # a predicate of plain data is not the solution's to answer
+            raise AttributeError(name)
+        return self._link.ask(self, "getattr", (name,), level=self._level + 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.ask(self, "setattr", (name, value))
+
+    def __instancecheck__(self, other: Any) -> bool:
+        raise Unjudgeable(f"isinstance(..., {self._target}) asks for a class of the solution")
+
+
+def _forward(operation: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._link.ask(self, operation, arguments)
+
+
+for _operation in ("len", "iter", "getitem", "setitem", "str", "repr"):
+    setattr(Remote, f"__{_operation}__", _forward(_operation))
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, Remote) and isinstance(value._target, int):
+        return value._target
+    raise Unjudgeable(f"an argument is a {type(value).__name__}, which cannot be sent to the solution")
+
+
+def _call_test(function: Callable[..., Any]) -> None:
+    """Calls a test function as pytest does, once per row of its parameters."""
+    rows: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            cells = [value if len(names) > 1 else [value] for value in values]
+            rows = [row | dict(zip(names, cell, strict=True)) for row in rows for cell in cells]
+    for row in rows:
+        function(**row)
+
+
+def _verdict(error: BaseException) -> str:
+    if kind := getattr(error, "kind_of_solution", ""):
+        return kind
+    if isinstance(error, Unjudgeable):
+        return "unjudgeable"
+    if isinstance(error, SystemExit) and not error.code:
+        return ""
+    return "bad_tests" if isinstance(error, ModuleNotFoundError) else "wrong_answer"
+
+
+def run_tests(requests: BinaryIO, report: int) -> None:
+    """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
+    first = json.loads(requests.readline())
+    link = Link(requests, report, first["errors"])
+    namespace: dict[str, Any] = {"__name__": "tests", "_call_test": _call_test, **link.errors}
+    namespace |= {name: Remote(link, name) for name in first["names"]}
+    link.send({"ready": True})
+    for line in requests:
+        verdict, why = "", ""
+        try:
+            exec(compile(json.loads(line)["run"], "tests.py", "exec", annotations.compiler_flag), namespace)
+        except BaseException as error:  # noqa: BLE001 (tests may raise anything)
+            verdict, why = _verdict(error), f"{type(error).__name__}: {error}"[:200]
+        link.send({"verdict": verdict, "why": why})

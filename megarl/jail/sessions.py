@@ -1,0 +1,134 @@
+"""Calls the solution and runs the tests, each in a jail of its own; this process passes plain values between them.
+
+    tests' jail --{"ask": call}--> checked here --call--> solution's jail
+                <----value-------- checked here <--value--      verdict: a report of the tests' jail
+
+The solution has no pipe to the tests' jail, and what it sends is passed on only as values.py describes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.jail.sandbox import JailedProcess, Limits, Run, known_kind
+from megarl.jail.values import is_encoded
+
+TESTS_OUTPUT_BYTES = 64 << 20  # arguments of one call, which trusted tests send
+
+
+class Ended(Exception):
+    """The process exceeded a limit, or ended: `kind` and `detail` of its Run."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.detail)
+        self.kind, self.detail = run.kind or "exited", run.detail
+
+
+class Session:
+    """A jailed process that answers requests one by one; it must be closed, and raises Ended if it ends before."""
+
+    def __init__(self, source: str, limits: Limits, mode: str, *, num_turns: int, deadline: float) -> None:
+        self._reader, self._requests = os.pipe()
+        os.set_blocking(self._requests, False)
+        self._process = JailedProcess(source, limits, mode=mode, requests=self._reader, num_turns=num_turns)
+        self._steps = self._process.steps(deadline)
+        self._num_read = 0
+
+    def close(self) -> None:
+        self._steps.close()
+        os.close(self._requests)
+        os.close(self._reader)
+
+    def start(self) -> None:
+        """Returns when the limits are set, and the code is about to run."""
+        while not self._process.reports:
+            self._step()
+        self._num_read = 1
+
+    def receive(self, until: float) -> dict[str, Any]:
+        """Returns the next report, which is untrusted; the process is killed at the time `until`."""
+        process = self._process
+        process.turn_deadline, process.report_bytes = until, 0
+        while len(process.reports) == self._num_read:
+            self._step()
+        report = process.reports[self._num_read]
+        process.reports[self._num_read] = {"end": str(report["end"])[:20]} if "end" in report else {}  # frees memory
+        self._num_read += 1
+        return report
+
+    def ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
+        """Sends a request and returns the reply."""
+        if len(self._process.reports) > self._num_read:
+            raise Ended(Run("forbidden", detail="the code wrote to the report pipe"))
+        data = memoryview(json.dumps(request).encode() + b"\n")
+        writable = select.poll()
+        writable.register(self._requests, select.POLLOUT)
+        while data:
+            try:
+                data = data[os.write(self._requests, data) :]
+            except BlockingIOError:
+                if not writable.poll(max(until - time.monotonic(), 0) * 1000):
+                    raise Ended(Run("timeout", detail="the code did not read a request")) from None
+            except BrokenPipeError:
+                break  # `receive` finds out why
+        return self.receive(until)
+
+    def _step(self) -> None:
+        try:
+            next(self._steps)
+        except StopIteration as ended:
+            raise Ended(ended.value) from None
+
+
+class Solution(Session):
+    """A solution that is called."""
+
+    def __init__(self, source: str, limits: Limits, *, num_tests: int, deadline: float) -> None:
+        super().__init__(source, limits, "solution", num_turns=1 + num_tests, deadline=deadline)
+
+    def load(self, turn: Callable[[], float]) -> None:
+        """`turn` returns the end of a turn that begins now."""
+        self.start()
+        until = turn()
+        while "loaded" not in self.receive(until):  # it reports how loading failed, and ends
+            pass
+
+    def call(self, operation: dict[str, Any], until: float) -> dict[str, Any]:
+        """Applies an operation (untrusted.execute). Returns {"value", "arguments"?} or {"raised", "text", "kind"}."""
+        reply = self.ask(operation, until)
+        with_objects = operation.get("with_objects", False)
+        names, text, changed = (reply.get(key) for key in ("raised", "text", "arguments"))
+        if isinstance(names, list) and isinstance(text, str) and all(isinstance(name, str) for name in names):
+            return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
+        if "value" not in reply or not is_encoded(reply["value"], with_objects=with_objects):
+            return {"raised": ["ValueError"], "text": "the reply is not a value", "kind": "exception"}
+        if not operation.get("in_place") or not isinstance(changed, list) or not is_encoded(changed):
+            return {"value": reply["value"]}
+        return {"value": reply["value"], "arguments": changed}
+
+
+class Tests(Session):
+    """The tests of a problem."""
+
+    def __init__(self, limits: Limits, *, num_tests: int, deadline: float) -> None:
+        limits = replace(limits, output_bytes=limits.output_bytes + TESTS_OUTPUT_BYTES)
+        super().__init__("", limits, "tests", num_turns=1 + num_tests, deadline=deadline)
+
+    def prepare(self, names: Sequence[str], errors: Sequence[str], until: float) -> None:
+        """`names` are the solution's; `errors` are classes of exceptions that it should raise."""
+        self.start()
+        self.ask({"names": names, "errors": errors}, until)
+
+    def run(self, text: str, solution: Solution | None, until: float) -> tuple[str, str]:
+        """Executes statements. Returns the kind of their failure, empty if they passed, and a reason."""
+        report = self.ask({"run": text}, until)
+        while "ask" in report:
+            assert solution is not None, "only statements that use no name of the solution can run without it"
+            report = self.ask(solution.call(report["ask"], until), until)
+        return report["verdict"], report["why"]
