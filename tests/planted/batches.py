@@ -249,6 +249,12 @@ BATCHES = [
         "unit/rewards/test_remote.py::test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again",
     ),
     (
+        "data/tasks.py",
+        "    _check_unicode([question, answer], where)\n",
+        "",
+        f"{TASKS}::test_half_of_a_surrogate_pair_is_refused_by_line",
+    ),
+    (
         "rewards/remote.py",
         "verify=self.certificates",
         'verify=self.url.startswith("https:")',
