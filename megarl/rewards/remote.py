@@ -48,7 +48,7 @@ import certifi
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
-from megarl.platform.env import get_env
+from megarl.platform.env import SECRET, get_env
 from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ MAX_BYTES = 4 << 20  # size limit of an answer
 CONNECT_S = 10.0
 MAX_PAUSE_S = 60.0
 CANCEL_S = 10.0  # for cancelling requests once total_s is up
-SECRET = re.compile(r"key|token|secret|password|auth", re.IGNORECASE)  # in the name of a query's field
 
 
 class _Retryable(ScoreError):
