@@ -408,6 +408,30 @@ SYSTEM = [
         f"{REPORT}::test_the_best_and_the_worst_samples_of_the_last_file",
     ),
     (
+        "platform/env.py",
+        'text = text.replace(value, f"${secrets[value]}")',
+        "pass",
+        "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
+    ),
+    (
+        "launch/worker.py",
+        "redact(traceback.format_exc())",
+        "traceback.format_exc()",
+        "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
+    ),
+    (
+        "launch/exit_codes.py",
+        "redact(getattr(self, name))",
+        "getattr(self, name)",
+        "unit/test_secrets.py::test_failures_and_warnings",
+    ),
+    (
+        "rewards/scorer.py",
+        "redact(detail)",
+        "detail",
+        "unit/test_secrets.py::test_a_users_function_that_raises_with_a_secret",
+    ),
+    (
         "telemetry/report.py",
         "if len(set(row)) > 1]",
         "]",

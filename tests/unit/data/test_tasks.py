@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl import cli
 from megarl.config.schema import Eval, MixturePart, Task
 from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
@@ -115,6 +116,15 @@ def test_half_of_a_surrogate_pair_is_refused_by_line(tmp_path, row):
     ) as refused:
         load_task(task)
     assert str(refused.value).encode(), "can be printed"
+
+
+def test_a_run_with_half_of_a_surrogate_pair_ends_before_it_starts(tmp_path, capsys):
+    task = write(tmp_path, r'{"prompt": "a", "answer": "\ud800"}')
+    config = tmp_path / "config.yaml"
+    values = {"run": {"dir": str(tmp_path)}, "model": {"create": {}}, "task": {"name": task.name}, "eval": {"every": 0}}
+    config.write_text(json.dumps(values))
+    assert cli.main(["train", str(config)]) == 2
+    assert re.fullmatch(r"megarl: \S*problems\.jsonl line 1 has half of a .*\n", capsys.readouterr().err)
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):
