@@ -42,6 +42,7 @@ from megarl.launch.random_model import materialize_model
 from megarl.launch.run_rl import make_engine, parity_batch, parity_checks, publisher
 from megarl.platform.env import Env, child_env
 from megarl.rollout.engine import Engine
+from megarl.telemetry.metrics import read_metrics
 from megarl.trainer.heads import HeadOptions, VocabularyHead
 from megarl.trainer.trainer import Trainer
 
@@ -280,8 +281,7 @@ def run_training(arguments: list[str]) -> float:
     """Returns the largest statistic / bound of all steps."""
     with tempfile.TemporaryDirectory() as folder:
         megarl("train", *arguments, f"run.dir={folder}", "run.name=parity")
-        lines = (Path(folder) / "parity" / "metrics.jsonl").read_text().splitlines()
-    steps = (json.loads(line) for line in lines)
+        steps = read_metrics(Path(folder) / "parity" / "metrics.jsonl")
     return max(step["logprob_diff/statistic"] / step["logprob_diff/limit"] for step in steps)
 
 

@@ -11,7 +11,6 @@ Writes benchmarks/results/smollm2_{seeds,layouts}.txt and, with seeds, docs/smol
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.exhaustive import RESULTS, ROOT, versions
+from megarl.telemetry.metrics import read_metrics
 
 LAYOUTS = {
     "one process": "",
@@ -44,11 +44,7 @@ def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[list[Row], li
     """Returns the lines of metrics.jsonl and eval.jsonl."""
     command = [sys.executable, "-m", "megarl.cli", "train", "configs/smollm2.yaml", f"model.path={model.resolve()}"]
     subprocess.run([*command, f"run.dir={folder}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)
-    files = (folder / "smollm2" / name for name in ("metrics.jsonl", "eval.jsonl"))
-    metrics, held_out = (
-        [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files
-    )
-    return metrics, held_out
+    return read_metrics(folder / "smollm2" / "metrics.jsonl"), read_metrics(folder / "smollm2" / "eval.jsonl")
 
 
 def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:

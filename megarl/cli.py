@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
-from megarl.platform.env import Env, get_env, is_interactive
+from megarl.platform.env import Env, get_env, is_interactive, redact
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if classify(error) != USER:
             raise
         if get_env("RANK", "0") == "0":
-            print(f"megarl: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"megarl: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return USER
 
 
@@ -145,7 +145,7 @@ def _convert(args: argparse.Namespace) -> int:
     try:
         print(run_convert(args.source, args.target, args.to, sizes, **options))
     except CheckFailed as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        print(f"megarl: {redact(str(error))}", file=sys.stderr)
         return REFUSED
     return DONE
 

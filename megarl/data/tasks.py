@@ -330,12 +330,26 @@ def _problem(row: Any, where: str) -> Problem:
 
 
 def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
+    answer = _text(answer)
     if isinstance(question, list) and question and all(map(_is_message, question)):
-        return Problem(tuple(question), _text(answer), extra)
+        _check_unicode([*(text for message in question for text in message.values()), answer], where)
+        return Problem(tuple(question), answer, extra)
     if not isinstance(question, str) or not question.strip():
         messages = 'messages must be a list of {"role": ..., "content": ...}'
         raise ValueError(f"{where}: the prompt must be text, or {messages}, not {_short(question)}")
-    return Problem(question, _text(answer), extra)
+    _check_unicode([question, answer], where)
+    return Problem(question, answer, extra)
+
+
+def _check_unicode(texts: Iterable[Any], where: str) -> None:
+    for text in texts:
+        try:
+            text.encode() if isinstance(text, str) else None
+        except UnicodeEncodeError as error:
+            shown = _short(text[max(0, error.start - 10) : error.end + 10])
+            raise ValueError(
+                f"{where} has half of a surrogate pair, which no tokenizer can read: {shown}; remove it"
+            ) from None
 
 
 def _is_message(message: Any) -> bool:

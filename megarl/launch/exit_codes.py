@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.platform.atomic import write_atomic
+from megarl.platform.env import redact
 
 DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -39,6 +40,10 @@ class Failure:
     phase: str = ""  # in which the failure happened
     traceback: str = ""  # the last lines; recorded for bugs only
     time_s: float = field(default_factory=time.time)  # since the epoch; the earliest failure is the cause
+
+    def __post_init__(self) -> None:
+        for name in ("message", "traceback"):
+            object.__setattr__(self, name, redact(getattr(self, name)))
 
 
 def classify(error: BaseException) -> int:

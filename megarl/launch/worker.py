@@ -23,7 +23,7 @@ from megarl.config.load import load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import CurrentPhase, Failure
-from megarl.platform.env import Env, set_env
+from megarl.platform.env import Env, redact, set_env
 
 PR_SET_PDEATHSIG = 1
 
@@ -63,7 +63,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
         return exit_codes.STOPPED
     except (Exception, SystemExit) as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr)
         failure = exit_codes.record_failure(folder, env.rank, error, phase=phase.name)
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} failed in {failure.phase}: {failure.message}", file=terminal)

@@ -9,6 +9,7 @@ resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launche
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pathlib import Path
 
 # One file per GPU. Sandboxes do not always mount /proc/driver.
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
+
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|AUTH", re.IGNORECASE)  # in the name of a variable
+SECRET_CHARS = 8  # shorter values are words that texts need
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,14 @@ def set_env(**variables: str | int | None) -> None:
 def child_env(**variables: str | int) -> dict[str, str]:
     """This process's environment, updated by `variables`, for a child process."""
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
+
+
+def redact(text: str) -> str:
+    """Replaces what must not be logged: values of variables with the name of a secret, and passwords in URLs."""
+    secrets = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= SECRET_CHARS}
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, f"${secrets[value]}")
+    return re.sub(r"(?<=://)[^/\s'\"]*@", "***@", text)
 
 
 def is_interactive() -> bool:

@@ -15,6 +15,10 @@ The answer has one entry per sample, matched by id, in any order. `score` is a f
 server cannot score the entry is {"id": ..., "error": "reason"}. For process rewards a sample has `steps`, a list of
 texts, and its entry `steps`, as many numbers. `extra` holds the problem's other fields, if JSON can represent them.
 
+Certificates of https servers are always verified, against those of the file SSL_CERT_FILE or else of certifi. Proxies
+in the environment are not used. Secrets belong into the variables that `headers_env` names; URLs with one are refused,
+and a server's text is quoted in logs without them.
+
 Connections that fail or break, 5xx and 429 (after its Retry-After) are retried, with growing random pauses. Requests
 that exceed `timeout_s`, other statuses and malformed answers are not. A sample without a score is dropped and counted
 as reward/<url>/<cause>; it does not score 0. Causes for a whole request: no_connection, broken, timeout,
@@ -27,20 +31,24 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import cache
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
+import certifi
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
-from megarl.platform.env import get_env
+from megarl.platform.env import SECRET, get_env
 from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
 if TYPE_CHECKING:
@@ -79,7 +87,8 @@ class HttpClient:
 
     url: str
     options: HttpOptions
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
+    headers: Mapping[str, str] = field(repr=False)  # may hold secrets
+    certificates: ssl.SSLContext = field(repr=False)
 
     @classmethod
     def of(cls, url: str, options: HttpOptions, *, reward: str) -> HttpClient:
@@ -87,11 +96,25 @@ class HttpClient:
         _check_url(url, reward)
         headers = {}
         for header, variable in options.headers_env.items():
+            if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):  # it may be the secret itself, so it is not shown
+                raise ValueError(
+                    f"rewards: headers_env[{header!r}] is not the name of an environment variable in capitals, such as "
+                    "SCORER_AUTH; export the value, and write the variable's name"
+                )
             value = get_env(variable)
             if not value:
                 raise ValueError(f"rewards: name={reward!r}: headers_env names {variable}, which is not set; export it")
+            if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):
+                raise ValueError(f"rewards: {variable} has characters that no HTTP header may hold; export it again")
             headers[header] = value
-        return cls(url, options, headers)
+        return cls(url, options, headers, _certificates(get_env("SSL_CERT_FILE") or certifi.where()))
+
+    def quote(self, value: Any, most: int = 200) -> str:
+        """A server's text on one line, cut, and without the values of headers that it may repeat."""
+        text = str(value)
+        for secret in {word for header in self.headers.values() for word in (header, header.split()[-1])}:
+            text = text.replace(secret, "***")
+        return repr(text[:most])
 
     @property
     def total_s(self) -> float:
@@ -108,8 +131,9 @@ class HttpClient:
         slots = asyncio.Semaphore(options.concurrency)
         limits = httpx.Limits(max_connections=options.concurrency)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, options.timeout_s))
-        verify = self.url.startswith("https:")  # reading the certificates takes a moment
-        client = httpx.AsyncClient(timeout=timeout, limits=limits, headers=dict(self.headers), verify=verify)
+        client = httpx.AsyncClient(
+            timeout=timeout, limits=limits, headers=dict(self.headers), verify=self.certificates, trust_env=False
+        )
         async with client:
             tasks = [asyncio.create_task(self._one(client, slots, payload)) for payload in payloads]
             _, late = await asyncio.wait(tasks, timeout=options.total_s)
@@ -126,7 +150,7 @@ class HttpClient:
             except ScoreError as error:
                 return error
             except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
-                return ScoreError("error", f"{self.url}: {type(error).__name__}: {error}")
+                return ScoreError("error", f"{self.url}: {type(error).__name__}: {self.quote(error)}")
 
     async def _with_retries(self, client: httpx.AsyncClient, body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Idempotency-Key": uuid4().hex}
@@ -157,7 +181,7 @@ class HttpClient:
                     raise ScoreError(f"http_{status}", f"{self.url} returned HTTP {status}")
                 return await self._read_json(response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _Retryable("no_connection", f"{self.url} cannot be reached ({error})") from None
+            raise _Retryable("no_connection", f"{self.url} cannot be reached ({self.quote(error)})") from None
         except httpx.TransportError as error:
             raise _Retryable("broken", f"the connection to {self.url} failed ({type(error).__name__})") from None
 
@@ -170,7 +194,8 @@ class HttpClient:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-            raise ScoreError("not_json", f"{self.url} returned {bytes(data[:60])!r}, which is not JSON") from None
+            text = self.quote(bytes(data).decode(errors="replace"), 60)
+            raise ScoreError("not_json", f"{self.url} returned {text}, which is not JSON") from None
 
 
 def _retry_after(header: str) -> float:
@@ -188,7 +213,7 @@ def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_s
     answers = client.ask([{"samples": batch} for batch in batches])
     values: dict[str, Any] = {}
     for batch, answer in zip(batches, answers, strict=True):
-        values |= _values_by_id(answer, [row["id"] for row in batch], client.url, key)
+        values |= _values_by_id(answer, [row["id"] for row in batch], client, key)
     return [values[row["id"]] for row in rows]
 
 
@@ -207,15 +232,16 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[str, Any]:
+def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str) -> dict[str, Any]:
+    url = client.url
     if isinstance(answer, ScoreError):
         return dict.fromkeys(ids, answer)
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
-        detail = f'{url} returned {str(answer)[:60]!r}, not {{"scores": [{{"id": ...}}, ...]}}'
+        detail = f'{url} returned {client.quote(answer, 60)}, not {{"scores": [{{"id": ...}}, ...]}}'
         return dict.fromkeys(ids, ScoreError("bad_answer", detail))
     if unknown := [entry["id"] for entry in entries if entry["id"] not in ids]:
-        detail = f"{url} scored the id {str(unknown[0])[:60]!r}, which was not in the request"
+        detail = f"{url} scored the id {client.quote(unknown[0], 60)}, which was not in the request"
         return dict.fromkeys(ids, ScoreError("unknown_id", detail))
     values: dict[str, Any] = {}
     for entry in entries:
@@ -223,7 +249,7 @@ def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[s
         if name in values:
             values[name] = ScoreError("duplicate_id", f"{url} scored id {name} more than once")
         elif "error" in entry:
-            values[name] = ScoreError("error", f"{url} reported an error: {str(entry['error'])[:200]}")
+            values[name] = ScoreError("error", f"{url} reported an error: {client.quote(entry['error'])}")
         else:
             values[name] = entry.get(key)
     return {name: values.get(name, ScoreError("missing_id", f"{url} returned no score for id {name}")) for name in ids}
@@ -232,7 +258,7 @@ def _values_by_id(answer: Any, ids: Sequence[str], url: str, key: str) -> dict[s
 def finite_number(value: Any, source: str) -> float:
     """Returns `value` as a float. Raises ScoreError unless it is a finite number, not a boolean or text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ScoreError("not_a_number", f"{source} returned the score {str(value)[:60]!r}, which is not a number")
+        raise ScoreError("not_a_number", f"{source} returned a {type(value).__name__} as a score, not a number")
     with suppress(OverflowError):  # an integer too large for a float
         if math.isfinite(value):
             return float(value)
@@ -256,12 +282,27 @@ def make_remote(reward: Reward) -> BatchReward:
 
 
 def _check_url(url: str, reward: str) -> None:
+    """Errors show no part of the URL that may be a password."""
+    shown = re.sub(r"(?<=//).*@|(?<=\?).*", "***", url, flags=re.DOTALL)
+    name = repr(shown if reward == url else reward)
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         valid, parts = False, urlsplit("")
-    if not valid:
-        raise ValueError(f"rewards: name={reward!r}: {url!r} is not the URL of a server; write http://host:port/path")
-    if parts.username or parts.password:
-        raise ValueError(f"rewards: name={reward!r}: the URL has a password, which logs would show; use headers_env")
+    if not valid or not url.isprintable() or " " in url:
+        raise ValueError(f"rewards: name={name}: {shown!r} is not the URL of a server; write http://host:port/path")
+    fields = [field for field, _ in parse_qsl(parts.query, keep_blank_values=True) if SECRET.search(field)]
+    if parts.username is not None or fields:
+        what = f"the field {fields[0]!r}" if fields else "a password"
+        raise ValueError(f"rewards: name={name}: the URL has {what}, which logs would show; use headers_env")
+
+
+@cache
+def _certificates(file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(
+            f"rewards: SSL_CERT_FILE={file!r} has no certificates ({error}); correct or unset it"
+        ) from None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megarl.config.schema import AnswerPlace, Reward
+from megarl.platform.env import redact
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
@@ -111,7 +112,7 @@ class Scorer:
         if cause not in self.logged:
             self.logged.add(cause)
             where = f"prompt {sample.prompt_id}, sample {sample.index}"
-            log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, detail)
+            log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, redact(detail))
 
 
 def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest:

@@ -5,7 +5,6 @@ problems of each set -> generate, k samples of each -> share of right answers, p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
 from megarl.rollout.schedule import Generate, request_seed
+from megarl.telemetry.metrics import forget_steps, json_line
 from megarl.types import Prompt, Request, Sample
 
 
@@ -58,8 +58,7 @@ class Evaluation:
     def forget(self, start: int) -> None:
         """Drop the results of steps from `start` on: a resumed run measures them again."""
         if self.file is not None and self.file.exists():
-            lines = [line for line in self.file.read_text().splitlines() if json.loads(line)["step"] < start]
-            self.file.write_text("".join(f"{line}\n" for line in lines))
+            forget_steps(self.file, start)
 
     def maybe_run(self, step: int) -> dict[str, Any] | None:
         """Run at the start, every `every` steps and at the end; otherwise return None."""
@@ -73,7 +72,7 @@ class Evaluation:
             result |= self._measure(part, step)
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(result) + "\n")
+                out.write(json_line(result))
         if self.evaluated is not None:
             self.evaluated(step, result)
         if self.say is not None:

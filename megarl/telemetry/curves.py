@@ -51,6 +51,7 @@ PANELS: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("sampled tokens per second", {"tokens_per_second": "tokens/s"}, "linear"),
     ("GPU power, W", {"gpu/power_w/mean": "mean", "gpu/power_w/max": "max"}, "linear"),
 )
+MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 HEADLINE = {
     "reward/accuracy/mean": "accuracy, sampled",
     "accuracy/sampled": "accuracy, sampled",
@@ -193,18 +194,20 @@ def _smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _plain(text: str, *, most: int = 40) -> str:
-    """Short text on one line, without matplotlib's formulas."""
-    text = " ".join(text.split())
+    """Short text on one line, without matplotlib's formulas and characters that fonts lack."""
+    text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _draw(axes: Any, panel: Panel) -> None:
     for curve in panel.curves:
         points = zip(curve.steps, curve.values, strict=True)
-        drawn = [(step, value) for step, value in points if panel.scale != "log" or value > 0]
+        drawn = [
+            (step, value) for step, value in points if abs(value) < MAX_DRAWN and (panel.scale != "log" or value > 0)
+        ]
         _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
     lines = _legend_lines(panel)
-    axes.set_title(panel.title, fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)
+    axes.set_title(_plain(panel.title, most=60), fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)
     if panel.scale == "log" and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
     else:

@@ -4,16 +4,16 @@
     StepReport    --update_metrics--+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
     PublishReport --publish_metrics-+
 
-Only rank 0 calls these functions.
+Only rank 0 writes. A run can be killed at any byte, and a disk can fill up, so readers leave out lines they cannot use.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
 OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
+MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
@@ -96,29 +97,67 @@ class MetricsFile:
 
     def __init__(self, file: Path, *, start: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        earlier = [line for line in read_metrics(file) if line["step"] < start] if start else []
-        write_atomic(file, "".join(map(_line, earlier)))
+        forget_steps(file, start)
         self._out = file.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
-        self._out.write(_line(values))
+        self._out.write(json_line(values))
         self._out.flush()
 
     def close(self) -> None:
         self._out.close()
 
 
+def forget_steps(file: Path, start: int) -> None:
+    """Removes the lines of steps from `start` on; creates the file if there is none."""
+    earlier = [row for row in read_metrics(file) if row["step"] < start] if start else []
+    write_atomic(file, "".join(map(json_line, earlier)))
+
+
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, without a line that was cut short when a run was killed."""
-    rows = []
+    """The lines of metrics.jsonl or eval.jsonl; numbers are finite or None."""
+    return read_jsonl(file, step=int)
+
+
+def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that have these keys, with values of these types; none if there is no file.
+
+    Integers are from 0 to 2**53. One warning counts the other lines. Bytes that are not UTF-8 become U+FFFD.
+    """
+    text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
     # str.splitlines would also split at the line separators of Unicode, which JSON strings may contain
-    for line in file.read_text(encoding="utf-8").split("\n") if file.is_file() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = {number: row for number, line in lines if (row := _parse(line, types)) is not None}
+    if bad := [number for number, _ in lines if number not in rows]:
+        count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
+        print(
+            f"megarl: warning: {file}: {count} left out, line {bad[0]} first: not JSON objects with {', '.join(types)}",
+            file=sys.stderr,
+        )
+    return list(rows.values())
 
 
-def _line(values: Mapping[str, Any]) -> str:
+def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not all(_is(row.get(key), kind) for key, kind in types.items()):
+        return None
+    return {key: _finite(value) for key, value in row.items()}
+
+
+def _is(value: Any, kind: type) -> bool:
+    return type(value) is kind and (kind is not int or 0 <= value <= MAX_INT)  # True is not an int here
+
+
+def json_line(values: Mapping[str, Any]) -> str:
     """NaN and infinity, which JSON lacks, become null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(finite) + "\n"
+    return json.dumps({key: _finite(value) for key, value in values.items()}) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    try:
+        return value if not isinstance(value, int | float) or math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None

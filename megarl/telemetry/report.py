@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from megarl.telemetry.curves import (
     svg,
     themed,
 )
-from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.metrics import read_jsonl, read_metrics
 from megarl.telemetry.plan_figure import draw_plan
+from megarl.telemetry.sample_files import sample_files
 
 PLAN = "weights_plan.json"  # in the run directory: the output of `megarl plan --weights --json`
 NUM_SAMPLES = 4  # shown, of the best and of the worst
@@ -43,7 +45,7 @@ def write_report(folder: Path) -> Path:
     """
     rows, evaluations = _read(folder)
     panels, last = run_panels(rows, evaluations), rows[-1]
-    layout = f", layout {last['layout']}, world size {last['world_size']}" if "layout" in last else ""
+    layout = f", layout {last['layout']}, world size {last.get('world_size')}" if "layout" in last else ""
     with replacing(folder / "report.png") as staging:
         draw_png(panels, f"{folder.name}: {len(rows)} steps{layout}", staging)
     parts = [f"<p>{html.escape(f'{len(rows)} steps{layout}')}</p>", *_figures(panels)]
@@ -53,7 +55,9 @@ def write_report(folder: Path) -> Path:
     ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
     if (config := folder / "config.yaml").is_file():
-        parts.append(_folded("Config", f"<pre>{html.escape(config.read_text(encoding='utf-8'))}</pre>"))
+        parts.append(
+            _folded("Config", f"<pre>{html.escape(config.read_text(encoding='utf-8', errors='replace'))}</pre>")
+        )
     return _write_page(folder / "report.html", folder.name, parts)
 
 
@@ -99,10 +103,27 @@ def _held_out(evaluations: Rows) -> str:
 
 def _differing_settings(files: Sequence[Path]) -> list[list[str]]:
     """Rows of a dotted key and its value in each config; run.name and run.dir always differ and are left out."""
-    configs = [_flat(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {} for file in files]
+    configs = [_settings(file) if file.is_file() else {} for file in files]
     keys = dict.fromkeys(key for config in configs for key in config)
     values = {key: [config.get(key, "-") for config in configs] for key in keys if key not in ("run.name", "run.dir")}
     return [[key, *row] for key, row in values.items() if len(set(row)) > 1]
+
+
+def _settings(file: Path) -> dict[str, str]:
+    """The config in `file`, or none if it cannot be read; one that a run wrote has no aliases."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has aliases")
+        return _flat(yaml.safe_load(text))
+    except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        _warn_left_out(file, error)
+        return {}
+
+
+def _warn_left_out(file: Path, error: Exception) -> None:
+    text = " ".join(str(error).split())[:200]
+    print(f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}", file=sys.stderr)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -117,13 +138,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _sample_sections(folder: Path) -> list[str]:
     """The best and the worst samples of the last file."""
-    files = sorted((folder / "rollouts").glob("step_*.jsonl"), key=lambda file: int(file.stem[5:]))
+    files = sample_files(folder / "rollouts")
     if not files:
         return []
+    step, file = files.popitem()
     # the samples of a prompt are often equal
-    samples = list({(sample["prompt"], sample["response"]): sample for sample in read_metrics(files[-1])}.values())
-    samples.sort(key=lambda sample: sample.get("reward") or 0.0, reverse=True)
-    step = int(files[-1].stem[5:])
+    rows = read_jsonl(file, prompt=str, response=str)
+    samples = list({(sample["prompt"], sample["response"]): sample for sample in rows}.values())
+    samples.sort(key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
     middle = (len(samples) + 1) // 2
     best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
     sections = (("Best", best), ("Worst", worst[::-1]))
@@ -135,16 +157,18 @@ def _sample_sections(folder: Path) -> list[str]:
 
 
 def _sample(values: Mapping[str, Any]) -> str:
-    facts = [f"{name} {_format(value)}" for name, value in values.get("rewards", {}).items()]
-    if values.get("advantage") is not None:
-        facts.append(f"advantage {values['advantage']:+.3g}")
-    facts += [f"{values['length']} tokens"] if "length" in values else []
-    facts.append("truncated" if values.get("truncated") else str(values.get("finish", "")))
-    answer = "" if values.get("answer") is None else f"<small>answer: {html.escape(str(values['answer']))}</small>"
+    rewards = values.get("rewards")
+    facts = [f"{name} {_format(value)}" for name, value in (rewards if isinstance(rewards, dict) else {}).items()]
+    if (advantage := _number(values.get("advantage"))) is not None:
+        facts.append(f"advantage {advantage:+.3g}")
+    facts += [f"{_format(values['length'])} tokens"] if "length" in values else []
+    facts.append("truncated" if values.get("truncated") else _format(values.get("finish")))
+    answer = "" if values.get("answer") is None else f"<small>answer: {html.escape(_format(values['answer']))}</small>"
     return (
-        f"<article><p><b>reward {_format(values.get('reward'))}</b> <small>{html.escape(' · '.join(facts))}</small></p>"
-        f"<pre class=prompt>{html.escape(str(values['prompt']))}</pre>"
-        f"<pre>{html.escape(str(values['response']))}</pre>{answer}</article>"
+        f"<article><p><b>reward {html.escape(_format(values.get('reward')))}</b> "
+        f"<small>{html.escape(' · '.join(facts))}</small></p>"
+        f"<pre class=prompt>{html.escape(values['prompt'])}</pre>"
+        f"<pre>{html.escape(values['response'])}</pre>{answer}</article>"
     )
 
 
@@ -153,7 +177,11 @@ def _weights(folder: Path) -> list[str]:
     if not (folder / PLAN).is_file():
         return []
     picture = folder / "weights_plan.svg"
-    draw_plan(json.loads((folder / PLAN).read_text(encoding="utf-8")), picture)
+    try:
+        draw_plan(json.loads((folder / PLAN).read_text(encoding="utf-8")), picture)
+    except Exception as error:  # noqa: BLE001 (whatever the file holds, the other parts are drawn)
+        _warn_left_out(folder / PLAN, error)
+        return []
     return ["<h2>Weight sync</h2>", f"<figure>{themed(picture.read_text(encoding='utf-8'))}</figure>"]
 
 
@@ -172,7 +200,11 @@ def _folded(title: str, content: str) -> str:
 
 
 def _format(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value) if isinstance(value, str | int) else ""
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 STYLE = """

@@ -6,23 +6,23 @@ groups --choose_samples--> best, worst and random samples --> step_<n>.jsonl    
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import SampleFiles
 from megarl.platform.atomic import write_atomic
-from megarl.types import Group, Sample, ScoredBatch
+
+if TYPE_CHECKING:  # finding the files needs no torch
+    from megarl.types import Group, Sample, ScoredBatch
 
 
-def sample_files(folder: Path) -> list[Path]:
-    """The files in `folder`, oldest step first."""
-    return sorted(folder.glob("step_*.jsonl"), key=_step)
-
-
-def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step_"))
+def sample_files(folder: Path) -> dict[int, Path]:
+    """The files in `folder` by step, oldest first; others are ignored."""
+    steps = [(re.fullmatch(r"step_([0-9]{6,})\.jsonl", file.name), file) for file in folder.glob("step_*.jsonl")]
+    return dict(sorted((int(match[1]), file) for match, file in steps if match and file.is_file()))
 
 
 def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[int]:
@@ -47,8 +47,8 @@ class SampleWriter:
     def __init__(self, folder: Path, settings: SampleFiles, *, seed: int, start: int) -> None:
         self._folder, self._settings, self._seed = folder, settings, seed
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sample_files(folder):
-            if _step(file) >= start:
+        for step, file in sample_files(folder).items():
+            if step >= start:
                 file.unlink()
 
     def write(self, step: int, groups: Sequence[Group], scored: ScoredBatch | None) -> None:
@@ -59,9 +59,9 @@ class SampleWriter:
         chosen = choose_samples([sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}")
         lines = [_line(*rows[row]) | ({} if scored is None else _advantage(scored, row)) for row in chosen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        # a tokenizer or a data set may produce lone surrogates, which UTF-8 lacks
-        write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode("utf-8", errors="replace"))
-        for file in sample_files(self._folder)[: -self._settings.keep]:
+        # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can escape
+        write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace"))
+        for file in list(sample_files(self._folder).values())[: -self._settings.keep]:
             file.unlink()
 
 

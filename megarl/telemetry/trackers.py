@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, Telemetry
 from megarl.platform.atomic import write_atomic
-from megarl.platform.env import get_env, is_installed
+from megarl.platform.env import get_env, is_installed, redact
 from megarl.telemetry.metrics import read_metrics
 
 UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
@@ -171,4 +171,4 @@ def _run_id(folder: Path, start: int) -> str:
 
 
 def _warn(message: str) -> None:
-    print(f"megarl: warning: {' '.join(message.split())}", flush=True)
+    print(f"megarl: warning: {redact(' '.join(message.split()))}", flush=True)

@@ -251,6 +251,48 @@ BATCHES = [
         "unit/rewards/test_remote.py::test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again",
     ),
     (
+        "data/tasks.py",
+        "    _check_unicode([question, answer], where)\n",
+        "",
+        f"{TASKS}::test_half_of_a_surrogate_pair_is_refused_by_line",
+    ),
+    (
+        "rewards/remote.py",
+        "verify=self.certificates",
+        'verify=self.url.startswith("https:")',
+        "unit/rewards/test_remote.py::test_certificates_are_always_verified",
+    ),
+    (
+        "rewards/remote.py",
+        "trust_env=False",
+        "trust_env=True",
+        "unit/rewards/test_remote.py::test_proxies_in_the_environment_are_not_used",
+    ),
+    (
+        "rewards/remote.py",
+        'text.replace(secret, "***")',
+        "text.replace(secret, secret)",
+        "unit/rewards/test_remote.py::test_logs_show_a_servers_text_escaped_and_without_secrets",
+    ),
+    (
+        "rewards/remote.py",
+        "if not valid or not url.isprintable()",
+        "if not valid or not url.strip().isprintable()",
+        "unit/rewards/test_remote.py::test_urls_that_are_refused",
+    ),
+    (
+        "rewards/judge.py",
+        "re.escape(MARK + tag)",
+        "re.escape(MARK)",
+        "unit/rewards/test_judge.py::test_a_judge_that_quotes_a_verdict_of_the_response",
+    ),
+    (
+        "rewards/judge.py",
+        "repr((request.prompt, request.response, request.answer))",
+        "repr((request.prompt, request.answer))",
+        "unit/rewards/test_judge.py::test_a_response_cannot_close_its_tags",
+    ),
+    (
         "rewards/process.py",
         "ends.append(low - 1)",
         "ends.append(low)",

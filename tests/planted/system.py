@@ -6,6 +6,7 @@ TELEMETRY = "unit/telemetry/test_telemetry.py"
 TRACKERS = "unit/telemetry/test_trackers.py"
 SAMPLES = "unit/telemetry/test_sample_files.py"
 GPUS = "unit/telemetry/test_gpus.py"
+TOLERANCE = "unit/telemetry/test_tolerance.py"
 REPORT = "unit/telemetry/test_report.py"
 SHM = "unit/platform/test_shm.py"
 JUDGING = "unit/jail/test_judging.py"
@@ -169,8 +170,8 @@ SYSTEM = [
     ),
     (
         "telemetry/metrics.py",
-        'if line["step"] < start]',
-        'if line["step"] <= start]',
+        'if row["step"] < start]',
+        'if row["step"] <= start]',
         f"{TELEMETRY}::test_resume_drops_the_steps_done_again_and_a_torn_line",
     ),
     (
@@ -343,8 +344,8 @@ SYSTEM = [
     ),
     (
         "telemetry/sample_files.py",
-        "if _step(file) >= start:",
-        "if _step(file) > start:",
+        "if step >= start:",
+        "if step > start:",
         f"{SAMPLES}::test_files_are_bounded_and_a_resumed_run_repeats_its_own",
     ),
     (
@@ -355,27 +356,111 @@ SYSTEM = [
     ),
     (
         "telemetry/sample_files.py",
-        'text.encode("utf-8", errors="replace")',
+        'text.encode(errors="backslashreplace")',
         "text",
         f"{SAMPLES}::test_text_that_is_not_utf_8",
     ),
     (
         "telemetry/metrics.py",
-        '.split("\\n") if file',
-        ".splitlines() if file",
+        'text.split("\\n")',
+        "text.splitlines()",
         f"{REPORT}::test_sampled_text_stays_text",
     ),
     (
         "telemetry/report.py",
-        "html.escape(str(values['response']))",
-        "str(values['response'])",
+        "html.escape(values['response'])",
+        "values['response']",
         f"{REPORT}::test_sampled_text_stays_text",
+    ),
+    (
+        "telemetry/metrics.py",
+        "except (ValueError, RecursionError):",
+        "except ValueError:",
+        f"{TOLERANCE}::test_a_bad_line_is_left_out_and_counted",
+    ),
+    (
+        "telemetry/metrics.py",
+        'decode(errors="replace")',
+        "decode()",
+        f"{TOLERANCE}::test_an_odd_line_is_read",
+    ),
+    (
+        "telemetry/metrics.py",
+        "type(value) is kind",
+        "isinstance(value, kind)",
+        f"{TOLERANCE}::test_a_bad_line_is_left_out_and_counted",
+    ),
+    (
+        "telemetry/metrics.py",
+        "except OverflowError:",
+        "except ZeroDivisionError:",
+        f"{TOLERANCE}::test_an_odd_line_is_read",
+    ),
+    (
+        "telemetry/metrics.py",
+        'write_atomic(file, "".join(map(json_line, earlier)))',
+        'file.write_text("".join(map(json_line, earlier)))',
+        f"{TOLERANCE}::test_a_kill_while_a_resumed_run_forgets_steps_loses_nothing",
+    ),
+    (
+        "telemetry/report.py",
+        "html.escape(_format(values.get('reward')))",
+        "_format(values.get('reward'))",
+        f"{TOLERANCE}::test_an_odd_sample_is_shown",
+    ),
+    (
+        "telemetry/sample_files.py",
+        'r"step_([0-9]{6,})\\.jsonl"',
+        'r"step_([0-9]+)\\.jsonl"',
+        f"{TOLERANCE}::test_stray_files_are_ignored_and_kept",
+    ),
+    (
+        "telemetry/curves.py",
+        "abs(value) < MAX_DRAWN and ",
+        "",
+        f"{TOLERANCE}::test_any_finite_number_is_drawn_or_left_out",
+    ),
+    (
+        "telemetry/curves.py",
+        "_plain(panel.title, most=60)",
+        "panel.title",
+        f"{TOLERANCE}::test_any_text_is_drawn",
+    ),
+    (
+        "stages/evaluation.py",
+        "out.write(json_line(result))",
+        "out.write(str(result))",
+        f"{EVALUATION}",
     ),
     (
         "telemetry/report.py",
         "reverse=True)",
         "reverse=False)",
         f"{REPORT}::test_the_best_and_the_worst_samples_of_the_last_file",
+    ),
+    (
+        "platform/env.py",
+        'text = text.replace(value, f"${secrets[value]}")',
+        "pass",
+        "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
+    ),
+    (
+        "launch/worker.py",
+        "redact(traceback.format_exc())",
+        "traceback.format_exc()",
+        "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
+    ),
+    (
+        "launch/exit_codes.py",
+        "redact(getattr(self, name))",
+        "getattr(self, name)",
+        "unit/test_secrets.py::test_failures_and_warnings",
+    ),
+    (
+        "rewards/scorer.py",
+        "redact(detail)",
+        "detail",
+        "unit/test_secrets.py::test_a_users_function_that_raises_with_a_secret",
     ),
     (
         "telemetry/report.py",

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl import cli
 from megarl.config.schema import Eval, MixturePart, Task
 from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
@@ -97,6 +98,41 @@ def test_bad_files_name_the_line(tmp_path, lines, says):
     with pytest.raises(ValueError, match=re.escape(says)) as error:
         check(write(tmp_path, *lines))
     assert "problems.jsonl" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        r'{"prompt": "a \ud800 b", "answer": "b"}',
+        r'{"prompt": "a", "answer": "\udfff"}',
+        r'{"messages": [{"role": "user", "content": "\ud83d\ud83d\ude00"}]}',
+        r'{"messages": [{"role": "us\ud800er", "content": "a"}]}',
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_by_line(tmp_path, row):
+    task = write(tmp_path, r'{"prompt": "a \ud83d\ude00", "answer": "\ud83d\ude00"}', row)
+    with pytest.raises(
+        ValueError, match=r"problems\.jsonl line 2 has half of a surrogate pair.*; remove it$"
+    ) as refused:
+        load_task(task)
+    assert str(refused.value).encode(), "can be printed"
+
+
+def test_a_run_with_half_of_a_surrogate_pair_ends_before_it_starts(tmp_path, capsys):
+    task = write(tmp_path, r'{"prompt": "a", "answer": "\ud800"}')
+    config = tmp_path / "config.yaml"
+    values = {"run": {"dir": str(tmp_path)}, "model": {"create": {}}, "task": {"name": task.name}, "eval": {"every": 0}}
+    config.write_text(json.dumps(values))
+    assert cli.main(["train", str(config)]) == 2
+    assert re.fullmatch(r"megarl: \S*problems\.jsonl line 1 has half of a .*\n", capsys.readouterr().err)
+
+
+def test_lines_end_at_line_feeds_only(tmp_path):
+    task = write(tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "\u2029"}', '{"prompt": "b"}')
+    (tmp_path / "problems.jsonl").write_bytes((tmp_path / "problems.jsonl").read_bytes() + b'{"prompt": "\xff"}\n')
+    source = load_task(task)
+    assert [source.problem(index).question for index in range(3)] == ["a\u2028b\x85c", "b", "\ufffd"]
+    assert source.problem(0).answer == "\u2029"
 
 
 def test_jsonl_rows(tmp_path):

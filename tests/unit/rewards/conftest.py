@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +20,8 @@ from megarl.rewards.interface import ScoreRequest
 class Served:
     """`answers[path]` is called with the handler and the request's JSON; `seen` is what came in."""
 
-    def __init__(self, server: ThreadingHTTPServer) -> None:
-        self.base = f"http://127.0.0.1:{server.server_port}"
+    def __init__(self, server: ThreadingHTTPServer, scheme: str) -> None:
+        self.base = f"{scheme}://127.0.0.1:{server.server_port}"
         self.answers: dict[str, Callable] = {}
         self.seen: list[tuple[str, dict, dict]] = []  # path, headers, body
         self.over = threading.Event()  # the test is: whoever sleeps wakes up
@@ -31,6 +35,38 @@ class Served:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
+    with serve() as found:
+        yield found
+
+
+@pytest.fixture
+def other() -> Iterator[Served]:
+    """A second server, which nobody asked."""
+    with serve() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a self-signed certificate of 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=scorer -addext"
+    files = ["subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "certificate.pem"]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_text("".join((folder / name).read_text() for name in ("key.pem", "certificate.pem")))
+    return both
+
+
+@pytest.fixture
+def impostor(certificate: Path) -> Iterator[Served]:
+    """An https server whose certificate nobody has signed."""
+    with serve(certificate) as found:
+        yield found
+
+
+@contextmanager
+def serve(certificate: Path | None = None) -> Iterator[Served]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -47,7 +83,12 @@ def served() -> Iterator[Served]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    found = Served(server)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.handle_error = lambda request, client_address: None  # refused handshakes
+    found = Served(server, "https" if certificate else "http")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield found

@@ -51,6 +51,8 @@ def test_a_name_that_is_not_found(name, says):
         ("judge", {"url": "host", "model": "m"}, "is not the URL of a server"),
         ("judge", {**JUDGE, "modle": "m"}, "did you mean model?"),
         ("judge", {**JUDGE, "template": "Grade {answer}"}, "template lacks {response}"),
+        ("judge", {**JUDGE, "template": "Grade {response}"}, "template lacks VERDICT-{tag}"),
+        ("judge", {**JUDGE, "parse": "last_number"}, "it should be 'json', 'number' or 'regex'"),
         ("judge", {**JUDGE, "parse": "regex"}, "pattern and parse: regex go together"),
         ("judge", {**JUDGE, "parse": "regex", "pattern": "[0-9]"}, "has no group"),
         ("judge", {**JUDGE, "range": [1, 1]}, "is empty"),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import os
+import re
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megarl.config.schema import Reward
-from megarl.rewards.interface import ScoreRequest
+from megarl.rewards.catalog import make_rewards
+from megarl.rewards.interface import Score, ScoreRequest
 from megarl.rewards.remote import MAX_BYTES, make_remote
 
 QUICK = {"timeout_s": 10.0, "total_s": 20.0, "backoff_s": 0.01}
@@ -117,6 +123,9 @@ def test_no_server_at_all(cases):
 
 ONE = {"id": "0/0", "score": 1.0}
 TWO = {"id": "1/0", "score": 2.0}
+DEEP: list = []
+for _ in range(500):
+    DEEP = [DEEP]
 BAD = {  # what is answered to samples 0/0 and 1/0: the cause of each
     "wrong length, too short": ({"scores": [ONE]}, ["", "missing_id"]),
     "wrong length, empty": ({"scores": []}, ["missing_id", "missing_id"]),
@@ -132,6 +141,13 @@ BAD = {  # what is answered to samples 0/0 and 1/0: the cause of each
     "NaN": (b'{"scores": [{"id": "0/0", "score": NaN}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
     "inf": (b'{"scores": [{"id": "0/0", "score": -Infinity}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
     "too large a number": ({"scores": [ONE | {"score": 10**400}, TWO]}, ["nan", ""]),
+    "too large a float": (b'{"scores": [{"id": "0/0", "score": 1e400}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
+    "too many digits": (b'{"scores": [{"id": "0/0", "score": ' + b"1" * 5000 + b"}]}", ["not_json"] * 2),
+    "a list as a score": ({"scores": [ONE | {"score": [1]}, TWO]}, ["not_a_number", ""]),
+    "a deep score": (b'{"scores": [{"id": "0/0", "score": ' + b"[" * 100_000 + b"}]}", ["not_json"] * 2),
+    "a deep id": ({"scores": [{"id": DEEP, "score": 1.0}, TWO]}, ["unknown_id", "unknown_id"]),
+    "an error and a score": ({"scores": [ONE | {"error": "x"}, TWO]}, ["error", ""]),
+    "a gzip bomb": (gzip.compress(b" " * 10_000_000), ["not_json"] * 2),
     "an error": ({"scores": [{"id": "0/0", "error": "no GPU"}, TWO]}, ["error", ""]),
     "a list": ([1.0, 2.0], ["bad_answer"] * 2),
     "plain scores": ({"scores": [1.0, 2.0]}, ["bad_answer"] * 2),
@@ -189,6 +205,21 @@ def endless(handler, served, dripping):
         handler.wfile.write(b"2710\r\n" + b" " * 10_000 + b"\r\n")
 
 
+def large_header(handler, served, dripping):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-A: " + b"b" * 5_000_000 + b"\r\n\r\n{}")
+    handler.close_connection = True
+
+
+def more_than_announced(handler, served, dripping):
+    handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{"scores": []}')
+    handler.close_connection = True
+
+
+def continues(handler, served, dripping):
+    while not served.over.wait(0.001):
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 @pytest.mark.parametrize(
     ("behaviour", "cause", "attempts"),
     [
@@ -199,6 +230,10 @@ def endless(handler, served, dripping):
         (resets, "broken", 3),
         (no_http, "broken", 3),
         (endless, "too_large", 1),
+        (large_header, "broken", 3),
+        (more_than_announced, "not_json", 1),
+        (continues, "timeout", 1),
+        (401, "http_401", 1),
         (404, "http_404", 1),
         (302, "http_302", 1),
         (500, "http_500", 3),
@@ -240,3 +275,151 @@ def test_one_bad_batch_among_good_ones(served, answering, cases):
 
     scores = remote(served.on(first_fails), batch_size=2)(cases(4))
     assert [score.value for score in scores] == [None, None, 2.0, 3.0]
+
+
+def test_numbers_that_are_scores(served, answering, cases):
+    """The last of two fields of one name counts, as JSON has it; -0.0 and 1e308 are numbers."""
+    answer = b'{"scores": [{"id": "0/0", "score": 9, "score": -0.0}, {"id": "1/0", "score": 1e308}]}'
+    scores = remote(served.on(lambda handler, body: answering(handler, answer)))(cases(2))
+    assert [score.value for score in scores] == [0.0, 1e308]
+
+
+TOKEN = "Bearer canary-5f3c"
+OPTIONS = QUICK | {"retries": 0, "headers_env": {"Authorization": "SCORER_AUTH"}}
+
+
+@pytest.fixture(params=["remote", "judge", "process"])
+def asking(request, monkeypatch):
+    """Scores one sample with a reward that asks a URL, and sends a secret."""
+    monkeypatch.setenv("SCORER_AUTH", TOKEN)
+
+    def ask(url: str) -> Score:
+        options = {
+            "remote": OPTIONS,
+            "judge": OPTIONS | {"url": url, "model": "m"},
+            "process": OPTIONS | {"scorer": url, "splitter": "newline"},
+        }[request.param]
+        name = url if request.param == "remote" else request.param
+        [reward] = make_rewards([Reward(name=name, options=options)], decode=lambda tokens: "r")
+        return reward([ScoreRequest("0/0", "p", "r", "a", (1,))])[0]
+
+    return ask
+
+
+def grades(handler, body, answering):
+    """The answer that each of the three rewards takes for 1.0."""
+    if "messages" in body:
+        mark = re.findall(r"VERDICT-[0-9a-f]{8}", body["messages"][0]["content"])[-1]
+        answering(handler, {"choices": [{"message": {"content": mark + ': {"score": 1}'}}]})
+    else:
+        answering(handler, {"scores": [{"id": "0/0", "score": 1.0, "steps": [1.0]}]})
+
+
+def serving_all(server, answering):
+    answer = partial(grades, answering=answering)
+    server.answers = defaultdict(lambda: answer)  # whatever the path
+    return server.base + "/v1"
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS", "Https", "hTTPs"])
+def test_certificates_are_always_verified(impostor, answering, asking, monkeypatch, certificate, scheme):
+    url = scheme + serving_all(impostor, answering).removeprefix("https")
+    score = asking(url)
+    assert (score.value, score.cause) == (None, "no_connection")
+    assert "CERTIFICATE_VERIFY_FAILED" in score.detail
+    assert not impostor.seen, "the impostor got the token"
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert asking(url).value == 1.0
+    assert impostor.seen[0][1]["Authorization"] == TOKEN
+
+
+def test_a_file_without_certificates(asking, monkeypatch, tmp_path):
+    (tmp_path / "empty.pem").write_text("nothing")
+    for file in ("empty.pem", "missing.pem"):
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / file))
+        with pytest.raises(ValueError, match=f"SSL_CERT_FILE='.*{file}' has no certificates .*; correct or unset it"):
+            asking("http://host/v1")
+
+
+def test_proxies_in_the_environment_are_not_used(served, other, answering, asking, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, serving_all(other, answering))
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert asking(serving_all(served, answering)).value == 1.0
+    assert len(served.seen) == 1 and not other.seen
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("place", ["other", "file:///etc/passwd", "/elsewhere"])
+def test_redirects_are_not_followed(served, other, answering, monkeypatch, status, place):
+    monkeypatch.setenv("SCORER_AUTH", TOKEN)
+    place = serving_all(other, answering) if place == "other" else place
+    url = served.on(lambda handler, body: answering(handler, b"", status=status, Location=place))
+    [score] = make_remote(Reward(name=url, options=OPTIONS))([ScoreRequest("0/0", "p", "r")])
+    assert (score.value, score.cause) == (None, f"http_{status}")
+    assert len(served.seen) == 1 and not other.seen
+
+
+@pytest.mark.parametrize("wait", ["1e9", "nan", "-1", "Fri, 31 Dec 9999 23:59:59 GMT", "", "0x", "inf"])
+def test_a_server_cannot_make_a_run_wait_longer_than_its_limits(served, answering, cases, wait):
+    url = served.on(lambda handler, body: answering(handler, b"", status=429, Retry_After=wait))
+    start = time.monotonic()
+    assert {score.cause for score in remote(url, retries=1, total_s=0.3)(cases(2))} <= {"timeout", "http_429"}
+    assert time.monotonic() - start < 5
+
+
+URLS = """ftp://host/s file:///etc/passwd gopher://host/s http:///s http://host:99999/s http://host:0/s http://host:x/s
+http://me:canary@host/s http://me@host/s http://:canary@host/s http://me:canary@host:x/s http://me:can/ary@host/s
+http://host/s?api_key=canary http://host/s?a=1&TOKEN=canary http://host/s?client-secret=canary
+HTTP://me:canary@host/s""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("url", [*URLS, *(f"http://ho{c}st/s{c}" for c in "\n\t\r \x1b\x00\u2028\xa0"), "http://h/s\n"])
+def test_urls_that_are_refused(asking, url):
+    with pytest.raises(ValueError, match=r"write http://host:port/path|use headers_env") as refused:
+        asking(url)
+    assert str(refused.value).isprintable()
+    assert not any(part in str(refused.value) for part in ("canary", "can/", "ary@"))
+
+
+@pytest.mark.parametrize(
+    "value", ["a\r\nX-Evil: 1", "canary\n", "\ncanary", "canaryé", "canary\u2028", " canary", "a\x7f"]
+)
+def test_header_values_that_are_refused(asking, monkeypatch, value):
+    monkeypatch.setenv("SCORER_AUTH", value)
+    with pytest.raises(ValueError, match="SCORER_AUTH has characters that no HTTP header may hold") as refused:
+        asking("http://host/v1")
+    assert value.strip() not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [TOKEN, "canary-5f3c", "sk-canary", ""])
+def test_a_secret_in_place_of_its_variable_is_not_shown(value):
+    with pytest.raises(ValueError, match="is not the name of an environment variable in capitals") as refused:
+        remote("http://host/s", headers_env={"Authorization": value})
+    assert "canary" not in str(refused.value)
+
+
+ECHOES = {  # what a server may do with the secret that it was sent, here X, and with a terminal's control characters
+    "error": {"scores": [{"id": "0/0", "error": "X\n\x1b[31m"}]},
+    "id": {"scores": [{"id": "X\n\x1b[31m", "score": 1}]},
+    "score": {"scores": [{"id": "0/0", "score": "X\n\x1b[31m", "steps": ["X\n\x1b[31m"]}]},
+    "steps": {"scores": [{"id": "0/0", "steps": "X\n\x1b[31m"}]},
+    "another object": {"X\n\x1b[31m": 1},
+    "no JSON": b"\x1b[31mX\n\xff",
+    "a judge's text": {"choices": [{"message": {"content": "X\n\x1b[31m"}}]},
+}
+
+
+@pytest.mark.parametrize("name", ECHOES)
+@pytest.mark.parametrize("secret", [TOKEN, TOKEN.split()[1]])
+def test_logs_show_a_servers_text_escaped_and_without_secrets(served, answering, asking, name, secret):
+    def echo(handler, body):
+        data = ECHOES[name] if isinstance(ECHOES[name], bytes) else json.dumps(ECHOES[name]).encode()
+        answering(handler, data.replace(b"X", secret.encode()))
+
+    served.answers = defaultdict(lambda: echo)
+    score = asking(served.base + "/v1")
+    assert score.value is None and score.detail
+    assert score.detail.isprintable()
+    assert "canary" not in score.detail
