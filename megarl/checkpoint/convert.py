@@ -9,6 +9,7 @@ few parameters are in memory (an expert's, a layer's, the embedding), however la
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, Target
 from megarl.checkpoint.hf_folder import copy_model_files
+from megarl.checkpoint.pickles import load_pickle
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
 
@@ -153,7 +155,7 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
         shutil.rmtree(staging, ignore_errors=True)
         known.parent.mkdir(parents=True)
         write_atomic(known, identity)
-    records = {path.stem: pickle.loads(path.read_bytes()) for path in known.parent.glob("*.pickle")}
+    records = {path.stem: load_pickle(io.BytesIO(path.read_bytes())) for path in known.parent.glob("*.pickle")}
     return {name: record for name, record in records.items() if (staging / name).is_file()}
 
 

@@ -5,7 +5,6 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from jinja2 import TemplateError, meta
 from megarl.config.schema import Task
 from megarl.data.tasks import Question
 from megarl.platform.env import is_installed
+from megarl.platform.json_text import parse_json
 
 Template = Literal["chat", "plain"]
 MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
@@ -107,9 +107,12 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        values = parse_json(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} contains a {type(values).__name__}, not an object; copy it again")
+    return values
 
 
 def _ids(value: Any) -> set[int]:
