@@ -9,7 +9,6 @@ few parameters are in memory (an expert's, a layer's, the embedding), however la
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
@@ -155,8 +154,13 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
         shutil.rmtree(staging, ignore_errors=True)
         known.parent.mkdir(parents=True)
         write_atomic(known, identity)
-    records = {path.stem: load_pickle(io.BytesIO(path.read_bytes())) for path in known.parent.glob("*.pickle")}
+    records = {path.stem: _read_record(path) for path in known.parent.glob("*.pickle")}
     return {name: record for name, record in records.items() if (staging / name).is_file()}
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return load_pickle(stream)
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:

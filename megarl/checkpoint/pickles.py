@@ -6,7 +6,7 @@
 
 torch.distributed.checkpoint 2.13 loads `.metadata` with pickle.load and objects with weights_only=False, whoever calls
 it, and Megatron-Core 0.16 and 0.19 have no option either. `install` replaces both for the process. Delete it when torch
-loads both safely; tests/unit/checkpoint/test_untrusted.py fails without it.
+loads both safely; tests/unit/checkpoint/test_pickles.py fails without it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load_object(stream: IO[bytes], file: str) -> Any:
 
 
 def check_pickles(folder: Path) -> None:
-    """Loads a checkpoint's metadata and objects. Raises ValueError naming the file that is unsafe or damaged."""
+    """Loads all but the tensors of a checkpoint. Raises ValueError naming the file that is unsafe or damaged."""
     file = folder / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -94,6 +94,9 @@ def check_pickles(folder: Path) -> None:
                 with file.open("rb") as stream:
                     stream.seek(place.offset)
                     load_object(io.BytesIO(stream.read(place.length)), str(file))
+        file = folder / "common.pt"
+        with file.open("rb") as stream:
+            load_object(stream, str(file))
     except UnsafePickleError:
         raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle fails in many ways)
@@ -112,4 +115,4 @@ def install() -> None:
         original(planner, read_item, value)
 
     if original.__module__ != __name__:
-        DefaultLoadPlanner.load_bytes = load_bytes
+        DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]

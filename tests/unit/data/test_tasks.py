@@ -91,6 +91,10 @@ def test_wrong_names_and_options(task, says):
         (['{"prompt": "a", "question": "b"}'], "exactly one of prompt, question, messages; it has prompt, question"),
         (['{"prompt": 5}'], "prompt must be text, not 5"),
         (['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
+        (['{"prompt": ' + "[" * 100_000], "line 1 is not JSON (it is nested more than 100 deep)"),
+        (['{"prompt": "a", "answer": ' + "[" * 150 + "]" * 150 + "}"], "line 1 is not JSON (it is nested more than"),
+        (['{"prompt": "a", "answer": 1' + "0" * 5000 + "}"], "line 1 is not JSON (Exceeds the limit"),
+        (['{"prompt": ""}'], "line 1: the prompt must be text"),
     ],
 )
 def test_bad_files_name_the_line(tmp_path, lines, says):
