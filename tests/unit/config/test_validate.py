@@ -171,6 +171,7 @@ def test_model_directories(tmp_path: Path) -> None:
         model_shape(Config())
 
 
+GLM = hf_config(Create(family="glm4_moe", experts=4))
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -192,7 +193,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000", "below 2**31"]),
         ("qwen3", {"num_hidden_layers": 10**9}, ["1000000000 layers", "at most 200000 are supported"]),
         ("qwen3_moe", MOE | {"num_hidden_layers": 10**4, "num_experts": 10**4}, ["10000 layers", "10000 experts"]),
-        ("glm4_moe", {"num_nextn_predict_layers": 10**9}, ["1000000000 of multi-token prediction"]),
+        ("glm4_moe", GLM | {"num_nextn_predict_layers": 10**9}, ["1000000000 of multi-token prediction"]),
         ("qwen3", {"vocab_size": 2**63}, [f"vocab_size={2**63}", "below 2**31"]),
         ("qwen3", {"vocab_size": 0}, ["vocab_size=0"]),
         ("qwen3", {"hidden_size": -1}, ["hidden_size=-1"]),
@@ -245,7 +246,7 @@ def test_the_code_of_a_model_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_a_model_of_a_billion_layers_is_refused_before_it_is_created() -> None:
-    with pytest.raises(ValueError, match="1000000000 layers, .* are supported"):
+    with pytest.raises(ValueError, match=r"1000000000 layers, .* are supported"):
         model_shape(parse_config({"model": {"create": {"layers": 10**9}}}))
 
 
