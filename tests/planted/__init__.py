@@ -6,8 +6,9 @@ from planted.gpu import GPU
 from planted.models import MODELS
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
+from planted.untrusted import UNTRUSTED
 
 __all__ = ["MUTANTS", "SMALLEST"]
 
-MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *MODELS, *SYSTEM, *TRAINER]
+MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *MODELS, *SYSTEM, *TRAINER, *UNTRUSTED]
 SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]
