@@ -70,13 +70,18 @@ def load_pickle(stream: IO[bytes]) -> Any:
 
 
 def load_object(stream: IO[bytes], file: str) -> Any:
-    """Loads what torch.save wrote. Raises UnsafePickleError, naming `file`."""
+    """Loads what torch.save wrote. Raises ValueError, naming `file`."""
     try:
         with torch.serialization.safe_globals(NUMPY):
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            value = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        name = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", str(error))
-        raise UnsafePickleError.of(file, name[1] if name else "an unknown class") from None
+        if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise UnsafePickleError.of(file, name[1]) from None
+        raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():
+            raise ValueError(f"{file} has FP8 state, a pickle that Transformer Engine would load; train in bf16")
+    return value
 
 
 def check_pickles(folder: Path) -> None:

@@ -122,9 +122,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _ids(value: Any) -> set[int]:
     """The ids of an `eos_token_id`: a number, a list of numbers, or None."""
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, list) else {value}
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id={value!r} is invalid; it must be a token id, or a list of token ids")
+    return set(ids)
 
 
 @contextmanager

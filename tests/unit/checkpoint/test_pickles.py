@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.pickles import ALLOWED, UnsafePickleError, check_pickles, load_object, load_pickle
 
@@ -94,6 +96,24 @@ def test_the_state_of_random_generators_is_loaded() -> None:
     stream.seek(0)
     loaded = load_object(stream, "__0_0.distcp")
     assert (loaded["numpy"][1] == state["numpy"][1]).all() and torch.equal(loaded["torch"], state["torch"])
+
+
+def test_a_pickle_for_transformer_engine_is_refused() -> None:
+    """Its modules load their state, if it is not empty, with pickle.loads."""
+    for size in (0, 8):
+        stream = io.BytesIO()
+        torch.save([torch.zeros(size, dtype=torch.uint8)], stream)
+        stream.seek(0)
+        with pytest.raises(ValueError, match="has FP8 state") if size else nullcontext():
+            load_object(stream, "__0_0.distcp")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\3\4", pickle.dumps([Runs("true")], 4), b"\x80\x02]"])
+def test_what_is_no_object_is_an_error_of_its_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    (tmp_path / "common.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^common\.pt cannot be read \(.*\)$"):
+        check_pickles(tmp_path)
 
 
 def test_torch_loads_objects_by_these_rules() -> None:

@@ -103,6 +103,20 @@ def test_bad_files_name_the_line(tmp_path, lines, says):
     assert "problems.jsonl" in str(error.value)
 
 
+@pytest.mark.parametrize("name", [".", "/dev/null", "/dev/zero"])
+def test_a_task_file_that_is_no_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"task file {name} does not exist; use a file with one")):
+        check(Task(name=f"jsonl:{name}"))
+
+
+def test_odd_rows_are_read_as_they_are(tmp_path):
+    task = write(tmp_path, '{"prompt": "a", "answer": NaN, "response": "b", "tokens": [1]}')
+    (tmp_path / "problems.jsonl").write_bytes(b'{"prompt": "\xff"}\n' + (tmp_path / "problems.jsonl").read_bytes())
+    first, second = map(load_task(task).problem, range(2))
+    assert first.question == "\ufffd" and second.answer == "nan" and second.extra == {"response": "b", "tokens": [1]}
+
+
 def test_jsonl_rows(tmp_path):
     task = write(
         tmp_path,
