@@ -70,7 +70,9 @@ def _lock(folder: Path) -> Iterator[None]:
         try:
             file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            raise ValueError(f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it") from None
+            raise ValueError(
+                f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it, or set run.dir"
+            ) from None
         stack.callback(os.close, file)
         directory = os.open(folder, os.O_RDONLY)  # locked too, because the file could be removed during the run
         stack.callback(os.close, directory)

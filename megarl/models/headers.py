@@ -110,7 +110,7 @@ def _parse_entry(file: Path, data: int, name: str, entry: Mapping[str, Any]) -> 
     begin, end = entry["data_offsets"]
     tensor = HfTensor(file, data + begin, tuple(entry["shape"]), entry["dtype"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *tensor.shape)):
-        raise ValueError(f"{name} has shape {entry['shape']} and data_offsets [{begin}, {end}]")
+        raise ValueError(f"{name} has shape {str(entry['shape'])[:80]} and data_offsets [{begin}, {end}]")
     if tensor.dtype not in ITEM_BYTES:
         raise ValueError(f"{name} has dtype {tensor.dtype}")
     return (tensor.offset, data + end), name, tensor

@@ -30,7 +30,7 @@ def shm_prefix(job_id: str, pid: int) -> str:
 
 def lock_shm(prefix: str) -> None:
     """Lock the prefix until this process ends, so that other jobs leave its segments alone."""
-    if not SHM.is_dir():
+    if not os.access(SHM, os.W_OK):
         return
     staging = SHM / f".{prefix}{LOCK}"
     staging.unlink(missing_ok=True)
