@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, Target
 from megarl.checkpoint.hf_folder import copy_model_files
+from megarl.checkpoint.pickles import load_pickle
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
 
@@ -153,8 +154,13 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
         shutil.rmtree(staging, ignore_errors=True)
         known.parent.mkdir(parents=True)
         write_atomic(known, identity)
-    records = {path.stem: pickle.loads(path.read_bytes()) for path in known.parent.glob("*.pickle")}
+    records = {path.stem: _read_record(path) for path in known.parent.glob("*.pickle")}
     return {name: record for name, record in records.items() if (staging / name).is_file()}
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return load_pickle(stream)
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:

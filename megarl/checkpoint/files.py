@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.platform.atomic import write_atomic
+from megarl.platform.json_text import parse_json
 
 MANIFEST = "manifest.json"
+REQUIRED = (".metadata", "common.pt", "metadata.json")
 
 Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
@@ -48,14 +50,18 @@ def write_manifest(folder: Path, expected: Sums) -> None:
 
 
 def manifest(folder: Path) -> Sums:
-    """Reads the manifest. Raises ValueError if it is missing or damaged."""
+    """Reads the manifest. Raises ValueError if it is missing or damaged, or lacks a file that a resume reads."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return {name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])} for name, file in files.items()}
+        files = parse_json((folder / MANIFEST).read_bytes())["files"]
+        expected = {name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])} for name, file in files.items()}
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{MANIFEST} cannot be read") from None
+    required = {*REQUIRED, *(path.name for path in folder.glob("*.distcp"))}
+    if missing := sorted(required - expected.keys()):
+        raise ValueError(f"{MANIFEST} does not list {', '.join(missing[:4])}")
+    return expected
 
 
 def differences(folder: Path, expected: Sums) -> list[str]:

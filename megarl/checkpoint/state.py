@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megarl.checkpoint import files
+from megarl.checkpoint.pickles import check_pickles
 from megarl.checkpoint.writer import Writing
 from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
@@ -209,6 +210,7 @@ def _wrong(folder: Path) -> str:
     if dist.get_rank() == 0:
         try:
             expected = files.manifest(folder)
+            check_pickles(folder)
         except ValueError as error:
             wrong = [str(error)]
     expected = _from_rank_0(expected)

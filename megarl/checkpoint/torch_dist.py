@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, StoredTensors
 from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
+from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice
 
 
@@ -58,6 +59,8 @@ def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
         }
         try:
             loaded: Any = dist_checkpointing.load(sharded, str(folder))
+        except UnsafePickleError:
+            raise
         except Exception as error:  # Megatron and torch raise a different class for each failure
             raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it of another model?") from error
         tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
@@ -99,6 +102,8 @@ class MegatronFolder:
         try:
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        except UnsafePickleError:
+            raise
         except Exception as error:  # a damaged pickle fails in many ways
             raise ValueError(f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again") from error
         self.tensors = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -34,9 +34,18 @@ RENAMED = {  # key of an earlier version -> its current name
     "train.optimizer_on_host": "train.optimizer_cpu_offload",
 }
 
+MAX_NODES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100  # of a YAML text, counting what its aliases stand for
+
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that reads 1e-6 as a number."""
+    """A safe YAML loader that reads 1e-6 as a number. What Python cannot represent, such as 2001-02-30, is an error."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            problem = f"{_short(node.value)} is not of type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 _Loader.add_implicit_resolver(
@@ -104,23 +113,14 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     lines = {"": f"in {file}"}
 
-    def walk(node: yaml.Node | None, prefix: str) -> None:
-        if isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                walk(item, f"{prefix}.{index}")
-        if not isinstance(node, yaml.MappingNode):
-            return
-        for key_node, value_node in node.value:
-            key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
-            line = f"in {file} line {key_node.start_mark.line + 1}"
-            if key in lines:
-                raise ValueError(f"{key} is set twice, {lines[key]} and {line}; remove one")
-            lines[key] = line
-            walk(value_node, key)
+    def record(key: str, line: int) -> None:
+        place = f"in {file} line {line}"
+        if key in lines:
+            raise ValueError(f"{key} is set twice, {lines[key]} and {place}; remove one")
+        lines[key] = place
 
     try:
-        walk(yaml.compose(text, Loader=_Loader), "")
-        values = yaml.load(text, Loader=_Loader)
+        values = _parse_yaml(text, record)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
@@ -134,6 +134,49 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values or {}, lines
 
 
+def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line: None) -> Any:
+    """Returns the value of a YAML text, and calls `record` with every dotted key and its line.
+
+    Raises YAMLError, also for a text that is nested too deeply, or too large once its aliases are expanded.
+    """
+    count = 0
+
+    def walk(node: yaml.Node, prefix: str, depth: int) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_NODES or depth > MAX_DEPTH:
+            raise _yaml_error(
+                node.start_mark, f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
+            )
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+            raise _yaml_error(node.start_mark, f"{_short(node.value)} is a number of more than {MAX_DIGITS} digits")
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                walk(item, f"{prefix}.{index}", depth + 1)
+        for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _yaml_error(key_node.start_mark, "a key is a list or a mapping")
+            key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+            record(key, key_node.start_mark.line + 1)
+            walk(value_node, key, depth + 1)
+
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        walk(root, "", 0)
+        return loader.construct_document(root)
+    except RecursionError:
+        raise _yaml_error(loader.get_mark(), f"it is nested more than {MAX_DEPTH} deep") from None
+    finally:
+        loader.dispose()
+
+
+def _yaml_error(mark: yaml.Mark | None, problem: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip().removeprefix("--")
@@ -142,9 +185,10 @@ def _parse_override(text: str) -> tuple[str, Any]:
             f"{text!r} on the command line is not an override; write section.key=value, e.g. train.steps=10"
         )
     try:
-        return key, yaml.load(raw, Loader=_Loader)
-    except yaml.YAMLError:
-        raise ValueError(f"the value of {key}={raw!r} is not YAML; quote it") from None
+        return key, _parse_yaml(raw)
+    except yaml.YAMLError as error:
+        problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
+        raise ValueError(f"the value of {key}={_short(raw)} is not YAML{problem}; quote it") from None
 
 
 def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -221,7 +265,12 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing {_origin(key, lines)}; set it{count}"
-    return f"{key}={first['input']!r} {_origin(key, lines)} is invalid: {allowed}{count}"
+    return f"{key}={_short(first['input'])} {_origin(key, lines)} is invalid: {allowed}{count}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:

@@ -5,25 +5,30 @@ The defaults train with GRPO: clip 0.2 / 0.28, token-mean, no KL. A default that
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.types import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.layout import Parallel
 
-FiniteNonNegative = Annotated[FiniteFloat, Field(ge=0)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Options = dict[str, Any]
 AnswerPlace = Literal["auto", "tag", "boxed", "last_line", "last_number", "whole"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)  # run.name=7 is a name
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,  # run.name=7 is a name
+        allow_inf_nan=False,
+    )
 
 
 class RunSection(Section):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=NAME, max_length=200)  # names a folder
     dir: str = "runs"
     seed: int = Field(default=0, ge=0, lt=2**31)
 
@@ -65,7 +70,7 @@ class Checks(Section):
 class MixturePart(Section):
     name: str  # as task.name
     options: Options = {}
-    weight: Annotated[FiniteFloat, Field(gt=0)] = 1.0  # share of the prompts, relative to the other parts
+    weight: PositiveFloat = 1.0  # share of the prompts, relative to the other parts
 
 
 class Task(Section):
@@ -89,7 +94,7 @@ class Task(Section):
 
 class Reward(Section):
     name: str  # accuracy, format, code, judge, process; a URL; or the dotted path of a function
-    weight: FiniteFloat = 1.0
+    weight: float = 1.0
     options: Options = {}
 
 
@@ -98,8 +103,8 @@ class KlTerm(Section):
 
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
-    coef: FiniteNonNegative = 0.0
-    target: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # adapt the coefficient; None: fixed
+    coef: NonNegativeFloat = 0.0
+    target: float | None = Field(default=None, gt=0)  # adapt the coefficient; None: fixed
     horizon: PositiveInt = 10000  # samples over which the coefficient adapts
     value_clamp: PositiveFloat | None = None  # bound of the estimator's value; several trainers use 10
     importance_weighted: bool = False  # weigh KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)
@@ -115,8 +120,8 @@ class KlTerm(Section):
 class Overlong(Section):
     """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
 
-    buffer: FiniteNonNegative = 0.0  # tokens below the limit; under 1: a fraction of it
-    factor: FiniteNonNegative = 1.0  # penalty for a response of max_tokens tokens
+    buffer: NonNegativeFloat = 0.0  # tokens below the limit; under 1: a fraction of it
+    factor: NonNegativeFloat = 1.0  # penalty for a response of max_tokens tokens
 
 
 class Algorithm(Section):
@@ -136,12 +141,12 @@ class Algorithm(Section):
     correction: str = "none"
     correction_options: Options = {}
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
-    entropy_coef: FiniteFloat = 0.0
+    entropy_coef: float = 0.0
     filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
     max_refills: NonNegativeInt = 4  # rounds of fresh prompts per step, before it proceeds with fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
-    truncated_reward: FiniteFloat = 0.0  # replaces the reward of penalised responses
+    truncated_reward: float = 0.0  # replaces the reward of penalised responses
     reward_clip: tuple[float, float] | None = None
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
     normalise_rewards: bool = False  # by the mean and std of all rewards since the start of training
@@ -209,7 +214,7 @@ class Train(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: NonNegativeFloat = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0  # 0: no clipping
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -256,12 +261,12 @@ class Launch(Section):
 class Moe(Section):
     """Router losses (megarl.trainer.moe), weighted like the policy loss, and the loss-free bias update."""
 
-    aux_loss: FiniteNonNegative = 0.0  # coefficient of the load-balancing loss
+    aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss
     # per_sequence: over each row, so it is the same in every layout. megatron: over whole micro-batches, like
     # Megatron-Core's own, so its gradient depends on packing and on the number of data-parallel ranks
     aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
-    z_loss: FiniteNonNegative = 0.0  # coefficient of mean logsumexp(logits)^2
-    bias_update_rate: FiniteNonNegative = 0.0  # of the expert bias of DeepSeek-V3's routers
+    z_loss: NonNegativeFloat = 0.0  # coefficient of mean logsumexp(logits)^2
+    bias_update_rate: NonNegativeFloat = 0.0  # of the expert bias of DeepSeek-V3's routers
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to equal length
 
     @property
@@ -272,7 +277,7 @@ class Moe(Section):
 class EvalSet(Section):
     """More problems to evaluate on. Stored problems (jsonl:, hf:) are then never trained on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # of its metrics: <name>/mean@4
+    name: str = Field(pattern=NAME)  # of its metrics: <name>/mean@4
     task: str | None = None  # as task.name, all its problems; None: the held-out problems of `task`
     options: Options = {}
     size: PositiveInt = 256  # problems, at most

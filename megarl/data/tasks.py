@@ -9,7 +9,6 @@ dataset without `eval_split`, to a split; the held-out problems of a second file
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from megarl.config.schema import Eval, EvalSet, Task
 from megarl.data.hf_dataset import Row, load_rows, parse_options
 from megarl.data.task_judge import TaskJudge, import_reasoning_gym
 from megarl.data.user_code import import_function, is_dotted
+from megarl.platform.json_text import parse_json
 
 Split = Literal["train", "eval"]
 Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
@@ -287,7 +287,7 @@ def _read_jsonl(file: Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line") from None
             problems.append(_problem(row, f"{file} line {number}"))

@@ -5,23 +5,28 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import TemplateError, meta
+from jinja2 import meta
 
 from megarl.config.schema import Task
 from megarl.data.tasks import Question
+from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import is_installed
+from megarl.platform.json_text import parse_json
 
 Template = Literal["chat", "plain"]
 MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 Encode = Callable[[Question], tuple[int, ...]]
 ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # variables of a chat template that task.template_args cannot set
+
+TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
+MAX_PROMPT_CHARACTERS = 1 << 24
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
@@ -107,16 +112,35 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        values = parse_json(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} contains a {type(values).__name__}, not an object; copy it again")
+    return values
 
 
 def _ids(value: Any) -> set[int]:
     """The ids of an `eos_token_id`: a number, a list of numbers, or None."""
-    if value is None:
-        return set()
-    return set(value) if isinstance(value, list) else {value}
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id={value!r} is invalid; it must be a token id, or a list of token ids")
+    return set(ids)
+
+
+@contextmanager
+def _limited(problem: str) -> Iterator[None]:
+    """Runs a model's chat template, a program in Jinja's sandbox. Raises ValueError if it fails or takes too long."""
+    try:
+        with alarm(TEMPLATE_TIMEOUT_S):
+            yield
+    except Alarm:
+        raise ValueError(
+            f"the model's chat template took longer than {TEMPLATE_TIMEOUT_S} s; set task.template=plain, or choose "
+            "another model"
+        ) from None
+    except Exception as error:  # noqa: BLE001 (a template can fail like any program)
+        raise ValueError(f"the model's chat template {problem}: {error or type(error).__name__}") from None
 
 
 class HfTokenizer:
@@ -149,12 +173,12 @@ class HfTokenizer:
         is_added = system_prompt is not None and messages[0]["role"] != "system"
         if is_added:
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        try:
+        with _limited("rejects the prompt"):
             text = self.inner.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **(template_args or {})
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the model's chat template rejects the prompt: {error}") from None
+            if len(text) > MAX_PROMPT_CHARACTERS:
+                raise ValueError(f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}")
         if is_added and str(system_prompt).strip() not in text:
             raise ValueError(
                 f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's chat template ignores "
@@ -167,11 +191,9 @@ class HfTokenizer:
         from transformers.utils.chat_template_utils import _compile_jinja_template  # with its extensions of Jinja
 
         assert self.chat_template is not None
-        try:
+        with _limited("is not valid"):
             environment = _compile_jinja_template(self.chat_template).environment
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template is not valid: {error}") from None
-        variables = meta.find_undeclared_variables(environment.parse(self.chat_template))
+            variables = meta.find_undeclared_variables(environment.parse(self.chat_template))
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:

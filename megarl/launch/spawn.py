@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megarl.config.validate import Job
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import Failure
 from megarl.platform.env import child_env, get_env
-from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
+from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
 GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
 KILL_AFTER_S = 4.0  # between SIGTERM and SIGKILL
@@ -45,6 +45,8 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
         started = time.time()
         unlink_dead()
         job_id = secrets.token_hex(4)
+        shm = shm_prefix(job_id, os.getpid())
+        lock_shm(shm)
         ranks = _Ranks(folder)
         try:
             with _stop_signals() as is_stopped:
@@ -52,7 +54,7 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
                 failure = ranks.wait(is_stopped)
         finally:
             ranks.end()
-            unlink_shm(shm_prefix(job_id, os.getpid()))
+            unlink_shm(shm, lock=True)
         code = failure.code if failure else exit_codes.DONE
         exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
         if failure:
@@ -64,16 +66,27 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
 def _lock(folder: Path) -> Iterator[None]:
     """Lock the run directory against a second run of the same name; the kernel releases it however the run ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "?"
-            raise ValueError(f"{folder} is in use by another run (pid {pid}); choose another run.name") from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+            file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise ValueError(
+                f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it, or set run.dir"
+            ) from None
+        stack.callback(os.close, file)
+        directory = os.open(folder, os.O_RDONLY)  # locked too, because the file could be removed during the run
+        stack.callback(os.close, directory)
+        for handle in (file, directory):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
+                raise ValueError(f"{folder} is in use by another run (pid {pid}); choose another run.name") from None
+            except OSError:
+                if handle == file:
+                    raise  # NFS locks files only
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
         yield
 
 

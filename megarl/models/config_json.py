@@ -31,15 +31,15 @@ class ConfigReader:
         if self.raw.get(key) is None and self.raw.get(alias) is not None:
             key = alias
         value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            raise self._refused(key, value, "an integer of at least 1")
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise self._refused(key, value, "an integer of at least 1, below 2**31")
         return value
 
     def count(self, key: str, default: int | None = 0) -> int:
         if (value := self._get(key, default)) is None:
             return 0
-        if type(value) is not int or value < 0:
-            raise self._refused(key, value, "a non-negative integer, or null")
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise self._refused(key, value, "a non-negative integer below 2**31, or null")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -117,7 +117,7 @@ class ConfigReader:
         return default if (value := self.raw.get(key)) is None else value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
-        return self.error(f"{key}={json.dumps(value)} is invalid; it must be {wanted}")
+        return self.error(f"{key}={json.dumps(value)[:80]} is invalid; it must be {wanted}")
 
 
 def read_decoder(
@@ -152,12 +152,15 @@ def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes |
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     elif not head_dim and config.raw.get("head_dim") is None and hidden % heads:
         raise config.error(f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim")
+    kv_heads = heads if latent else config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}")
     return {
         "family": config.family,
         "layers": config.size("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": heads if latent else config.size("num_key_value_heads", heads),
+        "kv_heads": kv_heads,
         "head_dim": head_dim if latent else config.size("head_dim", head_dim or hidden // heads),
         "intermediate": config.size("intermediate_size"),
         "vocab": config.size("vocab_size"),

@@ -5,13 +5,18 @@ A safetensors file is 8 bytes of header length, a JSON header, and the tensors' 
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any
+
+from megarl.platform.json_text import parse_json
 
 INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -26,8 +31,12 @@ class HfTensor:
     dtype: str  # safetensors' name, a key of ITEM_BYTES
 
     @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
     def end(self) -> int:
-        return self.offset + prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.offset + self.nbytes
 
 
 @cache
@@ -41,18 +50,13 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
 
     Raises ValueError naming the file and tensor that are missing, damaged or truncated.
     """
-    names: dict[str, str] = {}
-    if (index := folder / INDEX).is_file():
-        try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
+    names = _read_index(index) if (index := folder / INDEX).is_file() else {}
     files = sorted(set(names.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no *.safetensors; choose a Hugging Face folder with weights")
     tensors: dict[str, HfTensor] = {}
     for file in files:
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):
             first = next(name for name, listed in names.items() if listed == file)
             raise ValueError(f"{folder / file}, which should contain {first}, is missing; copy the folder again")
         tensors |= _read_header(folder / file)
@@ -62,6 +66,18 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
     return tensors
 
 
+def _read_index(index: Path) -> dict[str, str]:
+    """Returns the name of each tensor's file, which is in the index's own folder."""
+    try:
+        names = parse_json(index.read_bytes())["weight_map"]
+        for name, file in names.items():
+            if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
+                raise ValueError(f"{name} is in {file!r}, which is not the name of a safetensors file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
+    return names
+
+
 def _read_header(file: Path) -> dict[str, HfTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -69,19 +85,32 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
         if size < 8 or length > size - 8:
             raise ValueError(f"{file} has {size} bytes and no complete header: it is truncated; copy it again")
         try:
-            header = json.loads(stream.read(length))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = parse_json(stream.read(length), unique_keys=True)
             header.pop("__metadata__", None)
-            tensors, ends = {}, {}
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                tensors[name] = HfTensor(file, 8 + length + begin, tuple(entry["shape"]), entry["dtype"])
-                ends[name] = (8 + length + end, tensors[name].end)
+            tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error!r}); copy it again") from None
-    for name, (end, expected) in sorted(ends.items(), key=lambda item: item[1]):
-        if end != expected:
-            shape = tensors[name].shape
-            raise ValueError(f"{file}: {name} of shape {shape} ends at byte {end}, not {expected}; copy it again")
+    expected = 8 + length
+    for (begin, end), name, tensor in sorted(tensors):  # in the format, each tensor begins where another ends
+        if begin != expected or end != tensor.end:
+            raise ValueError(
+                f"{file}: {name} of shape {tensor.shape} is at bytes {begin} to {end}, not {expected} to "
+                f"{expected + tensor.nbytes}; copy it again"
+            )
         if end > size:
             raise ValueError(f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again")
-    return tensors
+        expected = end
+    return {name: tensor for _, name, tensor in tensors}
+
+
+def _parse_entry(file: Path, data: int, name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, int], str, HfTensor]:
+    """Returns where a tensor begins and ends in the file, its name, and the tensor."""
+    begin, end = entry["data_offsets"]
+    tensor = HfTensor(file, data + begin, tuple(entry["shape"]), entry["dtype"])
+    if any(type(number) is not int or number < 0 for number in (begin, end, *tensor.shape)):
+        raise ValueError(f"{name} has shape {str(entry['shape'])[:80]} and data_offsets [{begin}, {end}]")
+    if tensor.dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} has dtype {tensor.dtype}")
+    return (tensor.offset, data + end), name, tensor

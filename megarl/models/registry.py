@@ -5,7 +5,6 @@ A family is one file and one line in MODULES; `bridge.py` reads any other `model
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from megarl.models.family import Family
 from megarl.models.headers import header_shapes
 from megarl.models.shape import ModelShape
 from megarl.models.shards import LayerSpec, Table, shapes_of
+from megarl.platform.json_text import parse_json
 
 MODULES = (
     "llama",
@@ -28,6 +28,7 @@ MODULES = (
     "glm4_moe",
     "gpt_oss",
 )
+MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
 FAMILIES: dict[str, Family] = {
     name: family for module in MODULES for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
 }
@@ -42,7 +43,7 @@ def read_model(path: str | Path) -> ModelShape:
         remedy = "set it to the folder of a Hugging Face model, or to an id on the hub such as Qwen/Qwen3-8B"
         raise FileNotFoundError(f"model.path={path} {problem}; {remedy}")
     try:
-        raw = json.loads(file.read_text())
+        raw = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}); correct it, or choose another model") from None
     return parse_model(raw, str(file), folder)
@@ -57,8 +58,13 @@ def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
         raise ValueError(f"{where} contains a {type(raw).__name__}, not an object; choose a Hugging Face model")
     config = ConfigReader(raw, where)
     if config.family in FAMILIES:
-        return FAMILIES[config.family].read(config)
-    return read_bridged(config, folder, ", ".join(FAMILIES))
+        shape = FAMILIES[config.family].read(config)
+    else:
+        shape = read_bridged(config, folder, ", ".join(FAMILIES))
+    if (count := (shape.layers + shape.mtp_layers) * max(1, shape.experts)) > MAX_EXPERTS:
+        sizes = f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and {shape.experts} experts"
+        raise config.error(f"{sizes} a layer are {count} in all, and at most {MAX_EXPERTS} are supported")
+    return shape
 
 
 def megatron_table(shape: ModelShape, *, spec: LayerSpec, padded_vocab: int) -> Table:

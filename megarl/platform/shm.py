@@ -1,21 +1,26 @@
 """Shared memory of a job: a prefix per job, so that jobs do not collide and segments do not outlive them. No torch.
 
     ranks        shm_prefix  -> names of the engine's segments in /dev/shm
-    launcher     unlink_shm  -> removes the job's segments when it ends
-    next job     unlink_dead -> removes segments of jobs that were killed
+    launcher     lock_shm    -> marks the job's prefix as in use, until the process ends
+                 unlink_shm  -> removes the job's segments when it ends
+    next job     unlink_dead -> removes segments of jobs that were killed: nobody locks their prefix
 
 The engine unlinks its segments once every rank has mapped them, so only a job killed during start-up leaves any.
+A file lock, unlike a process id, is also seen by another container that shares /dev/shm.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
 SHM = Path("/dev/shm")
 MARK = "megarl-"
-OWNER = re.compile(rf"{MARK}(\d+)-")
+PREFIX = re.compile(rf"{MARK}\d+-[A-Za-z0-9_.]*-")
+LOCK = "lock"  # after the prefix
 
 
 def shm_prefix(job_id: str, pid: int) -> str:
@@ -23,13 +28,24 @@ def shm_prefix(job_id: str, pid: int) -> str:
     return f"{MARK}{pid}-{re.sub(r'[^A-Za-z0-9_.]', '_', job_id)}-"
 
 
-def unlink_shm(prefix: str) -> list[str]:
-    """Remove the segments whose names start with `prefix`; returns their names."""
+def lock_shm(prefix: str) -> None:
+    """Lock the prefix until this process ends, so that other jobs leave its segments alone."""
+    if not os.access(SHM, os.W_OK):
+        return
+    staging = SHM / f".{prefix}{LOCK}"
+    staging.unlink(missing_ok=True)
+    handle = os.open(staging, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)  # never closed
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    staging.rename(SHM / f"{prefix}{LOCK}")  # it is locked whenever it has this name
+
+
+def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
+    """Remove the segments whose names start with `prefix`, and its lock if `lock`; returns their names."""
     assert prefix.startswith(MARK), f"{prefix!r} is not a megarl prefix: segments of other programs could match"
     removed = []
     for path in SHM.glob("*") if SHM.is_dir() else ():
-        if path.name.startswith(prefix):
-            with suppress(FileNotFoundError, PermissionError):
+        if path.name.startswith(prefix) and (lock or path.name != f"{prefix}{LOCK}"):
+            with suppress(OSError):  # another process removed it, or it is another user's, or a folder
                 path.unlink()
                 removed.append(path.name)
     return removed
@@ -37,5 +53,19 @@ def unlink_shm(prefix: str) -> list[str]:
 
 def unlink_dead() -> list[str]:
     """Remove the segments of jobs whose launcher has died; returns their names."""
-    owners = {match.group(0): int(match.group(1)) for path in SHM.glob(f"{MARK}*") if (match := OWNER.match(path.name))}
-    return [name for mark, pid in owners.items() if not Path(f"/proc/{pid}").exists() for name in unlink_shm(mark)]
+    prefixes = {match[0] for path in SHM.glob(f"{MARK}*") if (match := PREFIX.match(path.name))}
+    return [name for prefix in prefixes if not _is_locked(prefix) for name in unlink_shm(prefix, lock=True)]
+
+
+def _is_locked(prefix: str) -> bool:
+    try:
+        handle = os.open(SHM / f"{prefix}{LOCK}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import child_env
 from megarl.rewards.interface import ScoreError
 
@@ -38,10 +38,6 @@ class TimeLimitExceeded(ScoreError):
         super().__init__("timeout", f"took longer than {timeout_s} s")
 
 
-class _Alarm(BaseException):
-    """A BaseException, so that `except Exception` in the called code does not catch it."""
-
-
 def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
     """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or the function's error.
 
@@ -49,9 +45,9 @@ def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, A
     """
     if threading.current_thread() is threading.main_thread():
         try:
-            with _alarm(timeout_s):
+            with alarm(timeout_s):
                 return function(**arguments)
-        except _Alarm:
+        except Alarm:
             raise TimeLimitExceeded(timeout_s) from None
     try:
         task = pickle.dumps((function, dict(arguments), timeout_s))
@@ -64,22 +60,6 @@ def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, A
                 raise
             raise TimeLimitExceeded(timeout_s) from None
     return _call_in_worker(task, timeout_s)
-
-
-@contextmanager
-def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raise _Alarm after `timeout_s` seconds, and every second after that in case the code catches it."""
-
-    def ring(number: int, frame: object) -> None:
-        raise _Alarm
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def on_daemon_thread(function: Callable[[], T]) -> Future[T]:

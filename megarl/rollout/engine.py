@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.config.schema import Rollout
 from megarl.platform.env import Env, get_env, set_env
-from megarl.platform.shm import shm_prefix, unlink_dead, unlink_shm
+from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.types import CheckFailed, Finish, Request, Sample
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Engine:
             )
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
-        unlink_shm(prefix)
+        unlink_shm(prefix, lock=not env.launched)
         # vLLM would destroy the default process group, which is also the trainer's, when collected or at exit
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
@@ -282,6 +282,8 @@ def _prepare(env: Env) -> str:
     if env.local_rank == 0:
         unlink_dead()
         unlink_shm(prefix)
+        if not env.launched:  # megarl's launcher holds the lock
+            lock_shm(prefix)
     dist.barrier()
     return prefix
 

@@ -7,9 +7,10 @@ from planted.jail import JAIL
 from planted.models import MODELS
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
+from planted.untrusted import UNTRUSTED
 from planted.verdict import VERDICTS
 
 __all__ = ["MUTANTS", "SMALLEST"]
 
-MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *JAIL, *MODELS, *SYSTEM, *TRAINER, *VERDICTS]
+MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *JAIL, *MODELS, *SYSTEM, *TRAINER, *UNTRUSTED, *VERDICTS]
 SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]

@@ -8,7 +8,6 @@ SAMPLES = "unit/telemetry/test_sample_files.py"
 GPUS = "unit/telemetry/test_gpus.py"
 TOLERANCE = "unit/telemetry/test_tolerance.py"
 REPORT = "unit/telemetry/test_report.py"
-SHM = "unit/platform/test_shm.py"
 JUDGING = "unit/jail/test_judging.py"
 FORK_SERVER = "unit/jail/test_fork_server.py"
 STATE = "unit/checkpoint/test_state.py"
@@ -185,18 +184,6 @@ SYSTEM = [
         'lead = "\\n" if self._is_empty else ",\\n"',
         'lead = "\\n"',
         f"{TELEMETRY}::test_timeline_is_whole_json_after_every_flush",
-    ),
-    (
-        "platform/shm.py",
-        "if path.name.startswith(prefix):",
-        "if path.name.startswith(MARK):",
-        f"{SHM}::test_only_the_jobs_own",
-    ),
-    (
-        "platform/shm.py",
-        'if not Path(f"/proc/{pid}").exists() for name',
-        "for name",
-        f"{SHM}::test_the_dead_leave_nothing",
     ),
     (
         "jail/fork_server.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import resource
 import signal
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megarl import cli
 from megarl.checkpoint import convert as conversion
 from megarl.checkpoint.torch_dist import MegatronTarget
 from megarl.config.schema import Create
@@ -217,6 +219,39 @@ def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
     with pytest.raises(ValueError, match=r"\.metadata: embedding\.\S+ has shape \(\d+, 32\), .*requires \(\d+, 64\)"):
         run(broken, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
+
+
+class Runs:
+    """Pickled, it is a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+def test_a_crafted_checkpoint_runs_nothing_and_exits_with_2(moe, tmp_path, capsys):
+    run(moe, tmp_path / "good", "megatron")
+    code = pickle.dumps(Runs(f"touch {tmp_path}/ran"))
+    (tmp_path / "good" / "common.pt").write_bytes(code)  # is not read
+    run(tmp_path / "good", tmp_path / "back", "hf")
+    (tmp_path / "good" / ".metadata").write_bytes(code)
+    assert cli.main(["convert", str(tmp_path / "good"), str(tmp_path / "out"), "--to", "hf"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{tmp_path}/good/.metadata refers to posix.system" in error
+    assert not (tmp_path / "out").exists() and not (tmp_path / "ran").exists()
+
+
+def test_a_crafted_record_of_an_interrupted_conversion_runs_nothing(moe, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(MegatronTarget, "finish", lambda *_: signal.raise_signal(signal.SIGINT))
+        run(moe, tmp_path / "out", "megatron")
+    record, *_ = (tmp_path / ".out.part" / ".records").glob("*.pickle")
+    record.write_bytes(pickle.dumps(Runs(f"touch {tmp_path}/ran")))
+    with pytest.raises(ValueError, match=r"refers to posix\.system"):
+        run(moe, tmp_path / "out", "megatron")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("to", ["megatron", "hf"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import random
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
-from megarl.checkpoint import files
+from megarl.checkpoint import files, state
 from megarl.checkpoint.state import Checkpoints, _allocate
 from megarl.config.schema import Create, Train
 from megarl.launch.random_model import create_model
@@ -97,10 +101,12 @@ def damaged(job: Job, *steps: int) -> Iterator[list[Path]]:
     for folder in folders:
         shutil.copytree(folder, folder.with_name(f"kept_{folder.name}"))
     job.said.clear()
-    yield folders
-    for folder in folders:
-        shutil.rmtree(folder)
-        folder.with_name(f"kept_{folder.name}").rename(folder)
+    try:
+        yield folders
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+            folder.with_name(f"kept_{folder.name}").rename(folder)
 
 
 def draws() -> list[float]:
@@ -166,6 +172,123 @@ def test_a_damaged_checkpoint_is_skipped_by_name(saved: Job, name: str) -> None:
             with pytest.raises(ValueError, match=r"step_2 is incomplete: .*; use another one"):
                 saved.checkpoints.restore(str(newest))
     assert saved.checkpoints.restore("auto")[0] == 2
+
+
+class Runs:
+    """Pickled, it is a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+def code_in_metadata(folder: Path, code: Runs) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = code
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def code_in_an_object(folder: Path, code: Runs) -> None:
+    """Appended to a file, in the place of the random state."""
+    metadata, stream = pickle.loads((folder / ".metadata").read_bytes()), io.BytesIO()
+    torch.save(code, stream)
+    (index,) = (index for index in metadata.storage_data if index.fqn.startswith("random"))
+    place = metadata.storage_data[index]
+    with (folder / place.relative_path).open("ab") as file:
+        place.offset, place.length = file.tell(), len(stream.getvalue())
+        file.write(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def code_in_common(folder: Path, code: Runs) -> None:
+    torch.save({"run": code}, folder / "common.pt")
+
+
+def seal(folder: Path) -> None:
+    """A manifest of the files as they are."""
+    names = [path.name for path in folder.iterdir() if path.name != "manifest.json"]
+    files.write_manifest(folder, files.sums(folder, names))
+
+
+@pytest.mark.parametrize(
+    ("craft", "name"),
+    [(code_in_metadata, r"\.metadata"), (code_in_an_object, r"__0_\d\.distcp"), (code_in_common, r"common\.pt")],
+)
+def test_a_crafted_checkpoint_runs_nothing(
+    saved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, craft: Callable[[Path, Runs], None], name: str
+) -> None:
+    with damaged(saved, 2) as (newest,):
+        craft(newest, Runs(f"touch {tmp_path}/ran"))
+        seal(newest)
+        refused = rf"{name} refers to posix\.system, which could run code"
+        assert saved.checkpoints.restore("auto")[0] == 1
+        assert re.search(refused, saved.said[0])
+        with pytest.raises(ValueError, match=refused):
+            saved.checkpoints.restore(str(newest))
+        monkeypatch.setattr(state, "check_pickles", lambda folder: None)  # the loading itself is safe, too
+        with pytest.raises(BaseException, match=r"posix\.system"):
+            saved.checkpoints.restore(str(newest))
+        assert not (tmp_path / "ran").exists()
+
+
+def outside(folder: Path) -> None:
+    """The metadata names a file of another folder."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = "../step_1/__0_0.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(folder)
+
+
+def lists_common_only(folder: Path) -> None:
+    files.write_manifest(folder, files.sums(folder, ["common.pt"]))
+    flip(folder / "__0_0.distcp")
+
+
+def unlisted_shard(folder: Path) -> None:
+    names = [path.name for path in folder.iterdir() if path.name not in ("__0_1.distcp", "manifest.json")]
+    files.write_manifest(folder, files.sums(folder, names))
+    flip(folder / "__0_1.distcp")
+
+
+def no_shards(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"files": {}}')
+    for file in folder.glob("*.distcp"):
+        file.unlink()
+
+
+def absent_shard(folder: Path) -> None:
+    (folder / "__0_1.distcp").unlink()
+    seal(folder)
+
+
+def deep(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 100_000)
+
+
+def names_a_secret(folder: Path) -> None:
+    manifest = files.sums(folder, [path.name for path in folder.iterdir() if path.name != "manifest.json"])
+    files.write_manifest(folder, manifest | {"../../secret": {"bytes": 1, "sha256": ""}})
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (outside, "which is not in the checkpoint"),
+        (lists_common_only, "manifest.json does not list .metadata"),
+        (unlisted_shard, "manifest.json does not list __0_1.distcp"),
+        (no_shards, "manifest.json does not list .metadata"),
+        (absent_shard, "is in __0_1.distcp, which is not in the checkpoint"),
+        (deep, "manifest.json cannot be read"),
+        (names_a_secret, "../../secret is missing"),
+    ],
+)
+def test_a_manifest_that_covers_less_is_not_whole(saved: Job, damage: Callable[[Path], None], reason: str) -> None:
+    with damaged(saved, 2) as (newest,):
+        damage(newest)
+        assert saved.checkpoints.restore("auto")[0] == 1
+        assert reason in saved.said[0]
 
 
 def test_nothing_whole_is_said_and_not_started_over(saved: Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import RENAMED, _known_keys, load_config, parse_config, resolved_yaml, run_dir
 from megarl.config.presets import PRESETS
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ParallelSizes
 
 BASE = """\
 run: {name: base}
@@ -217,6 +218,89 @@ def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path: Path, content: byte
     assert type(caught.value) is ValueError and "\n" not in text
     for part in ["c.yaml", *parts]:
         assert part in text, text
+
+
+BOMB = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "part"),
+    [
+        (BOMB, 1, "more than 100000 values"),
+        ("task:\n  options:\n" + "\n".join(f"    {line}" for line in BOMB.splitlines()), 3, "more than 100000 values"),
+        ("<<: [" + "*m, " * 9 + "*m]\nm: &m {a: 1}", 1, "undefined alias"),
+        ("m: &m {a: [" + "1, " * 99 + "]}\nb: &b [" + "*m, " * 99 + "]\nc: [" + "*b, " * 99 + "]", 1, "100000 values"),
+        ("a: &a [*a]", 1, "nested more than 50 deep"),
+        ("task: {options: &a {b: *a}}", 1, "nested more than 50 deep"),
+        ("a: 1\nb: &b {<<: *b}", 2, "nested more than 50 deep"),
+        ("a: 1\nb: " + "[" * 60 + "]" * 60, 2, "nested more than 50 deep"),
+        ("a: 1\nb: " + "[" * 5000, 2, "nested more than 50 deep"),
+        ("a: 1\nb: " + "{a: " * 5000, 2, "nested more than 50 deep"),
+        ("\n".join(" " * n + "a:" for n in range(1000)), None, "nested more than 50 deep"),
+        ("run:\n  seed: " + "9" * 5000, 2, "a number of more than 100 digits"),
+        ("run:\n  seed: 0x" + "f" * 5000, 2, "a number of more than 100 digits"),
+        ("run:\n  seed: 1" + ":10" * 5000, 2, "a number of more than 100 digits"),
+        ("run:\n  seed: 2001-02-30", 2, "'2001-02-30' is not of type timestamp"),
+        ("run:\n  seed: !!bool x", 2, "'x' is not of type bool"),
+        ("run:\n  seed: !!int ''", 2, "'' is not of type int"),
+        ("run:\n  seed: !!timestamp x", 2, "'x' is not of type timestamp"),
+        ("a: !!python/object/apply:os.system ['true']", 1, "could not determine a constructor"),
+        ("a: !!python/name:os.system", 1, "could not determine a constructor"),
+        ("? {a: 1}\n: 2", 1, "a key is a list or a mapping"),
+        ("? [[a]]\n: 2", 1, "a key is a list or a mapping"),
+    ],
+)  # fmt: skip
+def test_yaml_that_is_a_trap_is_one_line_at_once(tmp_path: Path, text: str, line: int | None, part: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        load_config(file)
+    message = str(caught.value)
+    assert type(caught.value) is ValueError and "\n" not in message and len(message) < 500
+    assert part in message and message.startswith(f"{file} line {line or ''}"), message
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "&a [*a]", "9" * 5000, "!!python/object/apply:os.system ['true']", "\0"])
+def test_an_override_that_is_a_trap(base: Path, value: str) -> None:
+    with pytest.raises(ValueError, match=r"^the value of run\.name=.* is not YAML.*; quote it$") as caught:
+        load_config(base, [f"run.name={value}"])
+    assert len(str(caught.value)) < 400
+
+
+def test_aliases_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("rollout: &sizes {tensor: 2}\nparallel: {<<: *sizes, pipeline: 3}\n")
+    assert load_config(file).parallel == ParallelSizes(tensor=2, pipeline=3)
+
+
+NUMBERS = ["train.lr", "train.min_lr", "train.weight_decay", "train.eps", "train.clip_grad", "rollout.temperature",
+           "rollout.top_p", "algorithm.clip_high", "algorithm.kl.coef", "checks.max_logprob_diff"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        *((f"{key}={value}", "finite") for key in NUMBERS for value in (".nan", ".inf", "-.inf")),
+        ("train.eps=-1", "greater than or equal to 0"),
+        ("train.betas=[.nan, 0.9]", "finite"),
+        ("algorithm.reward_clip=[-.inf, 1]", "finite"),
+        ("run.name=../../x", "pattern"),
+        ("run.name=..", "pattern"),
+        ("run.name=.hidden", "pattern"),
+        ("run.name='abc\n\n'", "pattern"),
+        ('run.name="abc\\n"', "pattern"),
+        ('run.name="abc\\0"', "pattern"),
+        (f"run.name={'a' * 5000}", "at most 200 characters"),
+        ("run.__class__=x", "unknown key run.__class__"),
+    ],
+)
+def test_values_that_are_refused(base: Path, override: str, part: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(part)) as caught:
+        load_config(base, [override])
+    message = str(caught.value)
+    assert override.partition("=")[0] in message and "\n" not in message and len(message) < 400
 
 
 def test_a_missing_file_names_its_neighbours(base: Path) -> None:

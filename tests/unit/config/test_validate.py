@@ -171,6 +171,7 @@ def test_model_directories(tmp_path: Path) -> None:
         model_shape(Config())
 
 
+GLM = hf_config(Create(family="glm4_moe", experts=4))
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -189,11 +190,30 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token id"]),
         ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "set head_dim"]),
         ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
+        ("qwen3", {"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000", "below 2**31"]),
+        ("qwen3", {"num_hidden_layers": 10**9}, ["1000000000 layers", "at most 200000 are supported"]),
+        ("qwen3_moe", MOE | {"num_hidden_layers": 10**4, "num_experts": 10**4}, ["10000 layers", "10000 experts"]),
+        ("glm4_moe", GLM | {"num_nextn_predict_layers": 10**9}, ["1000000000 of multi-token prediction"]),
+        ("qwen3", {"vocab_size": 2**63}, [f"vocab_size={2**63}", "below 2**31"]),
+        ("qwen3", {"vocab_size": 0}, ["vocab_size=0"]),
+        ("qwen3", {"hidden_size": -1}, ["hidden_size=-1"]),
+        ("qwen3", {"hidden_size": float("inf")}, ["hidden_size=Infinity"]),
+        ("qwen3", {"num_attention_heads": 3}, ["num_attention_heads=3", "num_key_value_heads=2"]),
+        ("qwen3", {"num_key_value_heads": 0}, ["num_key_value_heads=0"]),
+        ("qwen3", {"head_dim": 0}, ["head_dim=0"]),
+        ("qwen3", {"rms_norm_eps": float("nan")}, ["rms_norm_eps=NaN"]),
+        ("qwen3", {"rope_parameters": None, "rope_theta": float("inf")}, ["rope_theta=Infinity"]),
+        ("qwen3", {"rope_parameters": None, "rope_scaling": {"rope_type": "evil"}}, ["rope_type='evil'"]),
+        ("qwen3", {"eos_token_id": [[1]]}, ["eos_token_id=[[1]]"]),
+        ("qwen3", {"eos_token_id": ["x" * 5000]}, ["eos_token_id="]),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config=", "bf16 copy"]),
+        (["qwen3"], {}, ["model_type=", "not supported"]),
+        ({"a": 1}, {}, ["model_type=", "not supported"]),
         ("qwen3_moe", MOE | {"num_experts_per_tok": None}, ["num_experts_per_tok=null"]),
     ],
 )
 def test_a_config_json_is_refused_by_file_key_and_value(
-    tmp_path: Path, family: str, values: dict[str, Any], parts: list[str]
+    tmp_path: Path, family: Any, values: dict[str, Any], parts: list[str]
 ) -> None:
     raw = hf_config(Create(hidden=32)) | {"model_type": family} | values
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -201,6 +221,33 @@ def test_a_config_json_is_refused_by_file_key_and_value(
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     for part in ["config.json", *parts]:
         assert part in str(caught.value), caught.value
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 150 + b"1" + b"}" * 150, b"\xff\xfe{", b"", b"{"])
+def test_a_config_json_that_is_not_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^.*config\.json is not JSON \(.*\); correct it, or choose another model$"):
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+
+
+def test_a_config_json_that_is_a_link_to_another_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON") as caught:
+        model_shape(parse_config({"model": {"path": str(tmp_path)}}))
+    assert "root" not in str(caught.value).partition("config.json")[2]
+
+
+def test_the_code_of_a_model_is_not_imported(tmp_path: Path) -> None:
+    raw = hf_config(Create(hidden=32)) | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
+
+
+def test_a_model_of_a_billion_layers_is_refused_before_it_is_created() -> None:
+    with pytest.raises(ValueError, match=r"1000000000 layers, .* are supported"):
+        model_shape(parse_config({"model": {"create": {"layers": 10**9}}}))
 
 
 def test_a_config_json_that_is_a_list_or_lacks_a_size(tmp_path: Path) -> None:

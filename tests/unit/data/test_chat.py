@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,43 @@ def test_template_arguments_reach_the_template() -> None:
 def test_refusals(template: str | None, task: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rendered(template, **task)
+
+
+MANY = "{% for _ in range(99999) %}" * 2 + "{% endfor %}" * 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (MANY, "took longer than 0.5 s; set task.template=plain"),
+        ("{% macro f() %}{{ caller() }}{% endmacro %}" + MANY, "took longer than 0.5 s"),
+        ("{{ 10 ** (10 ** 8) }}", "took longer than 0.5 s"),
+        ("{{ 'aaaa' * 10 ** 4 }}", "it makes 40000 characters of it, more than 1000"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ {}.x.y }}", "no attribute 'x'"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "the model's chat template rejects the prompt"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception.__globals__.os }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}", "unsafe"),
+    ],
+)
+def test_a_template_that_is_a_trap_is_refused_in_time(
+    monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr("megarl.data.tokenizer.TEMPLATE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("megarl.data.tokenizer.MAX_PROMPT_CHARACTERS", 1000)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        rendered(template)
+    assert "\n" not in str(caught.value) and time.monotonic() - began < 5
+
+
+def test_the_variables_of_a_template_that_is_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja computes constants when it compiles."""
+    monkeypatch.setattr("megarl.data.tokenizer.TEMPLATE_TIMEOUT_S", 0.5)
+    with pytest.raises(ValueError, match="the model's chat template took longer"):
+        rendered("{{ 10 ** (10 ** 8) }}{{ a }}", template_args={"a": 1})
 
 
 def test_without_a_tokenizer_there_is_no_chat() -> None:

@@ -92,6 +92,10 @@ def test_wrong_names_and_options(task, says):
         (['{"prompt": "a", "question": "b"}'], "exactly one of prompt, question, messages; it has prompt, question"),
         (['{"prompt": 5}'], "prompt must be text, not 5"),
         (['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
+        (['{"prompt": ' + "[" * 100_000], "line 1 is not JSON (it is nested more than 100 deep)"),
+        (['{"prompt": "a", "answer": ' + "[" * 150 + "]" * 150 + "}"], "line 1 is not JSON (it is nested more than"),
+        (['{"prompt": "a", "answer": 1' + "0" * 5000 + "}"], "line 1 is not JSON (Exceeds the limit"),
+        (['{"prompt": ""}'], "line 1: the prompt must be text"),
     ],
 )
 def test_bad_files_name_the_line(tmp_path, lines, says):
@@ -133,6 +137,20 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     source = load_task(task)
     assert [source.problem(index).question for index in range(3)] == ["a\u2028b\x85c", "b", "\ufffd"]
     assert source.problem(0).answer == "\u2029"
+
+
+@pytest.mark.parametrize("name", [".", "/dev/null", "/dev/zero"])
+def test_a_task_file_that_is_no_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"task file {name} does not exist; use a file with one")):
+        check(Task(name=f"jsonl:{name}"))
+
+
+def test_odd_rows_are_read_as_they_are(tmp_path):
+    task = write(tmp_path, '{"prompt": "a", "answer": NaN, "response": "b", "tokens": [1]}')
+    (tmp_path / "problems.jsonl").write_bytes(b'{"prompt": "\xff"}\n' + (tmp_path / "problems.jsonl").read_bytes())
+    first, second = map(load_task(task).problem, range(2))
+    assert first.question == "\ufffd" and second.answer == "nan" and second.extra == {"response": "b", "tokens": [1]}
 
 
 def test_jsonl_rows(tmp_path):

@@ -69,6 +69,23 @@ def test_every_end_is_known(made, tmp_path):
     assert load_tokenizer(tmp_path).eos == (EOS, 5, 6, 7)
 
 
+@pytest.mark.parametrize("ends", ["</s>", [[1]], [1.5], {"a": 1}])
+def test_an_end_that_is_no_token_is_refused(made, tmp_path, ends):
+    for file in made.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ValueError, match=r"eos_token_id=.* is invalid; it must be a token id"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "{"])
+def test_a_file_of_settings_that_is_no_object_is_named(made, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|contains a list)") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_plain_tokenizers_file_alone(made, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((made / name).read_bytes())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from megarl.launch.spawn import _lock
 
 STAND_IN = str(Path(__file__).parent / "stand_in")
 LAUNCH = """
@@ -147,6 +152,46 @@ def test_killed_launcher_takes_its_ranks_along_and_the_name_is_free(tmp_path: Pa
     wait_for(folder / "busy_0", folder / "busy_1")
     again.send_signal(signal.SIGINT)
     assert finish(again)[0] == 130
+
+
+def test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link(tmp_path: Path) -> None:
+    run, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(run)
+    with _lock(run):
+        for folder in (run, link):
+            with pytest.raises(ValueError, match=rf"is in use by another run \(pid {os.getpid()}\)"), _lock(folder):
+                pass
+        (run / ".lock").unlink()
+        with pytest.raises(ValueError, match="is in use by another run"), _lock(run):
+            pass
+    with _lock(run):
+        assert (run / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_file_system_that_locks_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS refuses an exclusive lock of what is open for reading only."""
+    flock = fcntl.flock
+
+    def nfs(handle: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    with _lock(tmp_path), pytest.raises(ValueError, match="is in use by another run"), _lock(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
+    with (
+        pytest.raises(ValueError, match=r"\.lock cannot be locked \(.*\); remove it, or set run\.dir"),
+        _lock(tmp_path / "run"),
+    ):
+        pass
+    assert (tmp_path / "target").read_text() == "kept"
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:

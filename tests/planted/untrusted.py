@@ -1,0 +1,134 @@
+"""Mistakes in the checks of files from elsewhere: checkpoints, configs, models, tasks, shared memory, locks."""
+
+PICKLES = "unit/checkpoint/test_pickles.py"
+STATE = "unit/checkpoint/test_state.py"
+CONVERT = "unit/checkpoint/test_convert.py"
+LOAD = "unit/config/test_load.py"
+VALIDATE = "unit/config/test_validate.py"
+HEADERS = "unit/models/test_headers.py"
+SHM = "unit/platform/test_shm.py"
+SPAWN = "unit/launch/test_spawn.py"
+CHAT = "unit/data/test_chat.py"
+
+MALFORMED = f"{HEADERS}::test_a_malformed_header"
+TRAP = f"{LOAD}::test_yaml_that_is_a_trap_is_one_line_at_once"
+
+UNTRUSTED = [
+    (
+        "checkpoint/pickles.py",
+        "if is_dtype or (module, name) in ALLOWED:",
+        'if is_dtype or module.startswith("torch") or (module, name) in ALLOWED:',
+        f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",
+    ),
+    (
+        "checkpoint/pickles.py",
+        'map_location="cpu", weights_only=True',
+        'map_location="cpu", weights_only=False',
+        f"{PICKLES}::test_an_object_that_runs_code_is_refused",
+    ),
+    (
+        "checkpoint/pickles.py",
+        "        load_object(value, planner.metadata.storage_data[read_item.storage_index].relative_path)\n",
+        "",
+        f"{STATE}::test_a_crafted_checkpoint_runs_nothing",
+    ),
+    (
+        "checkpoint/pickles.py",
+        '"load": load_pickle}',
+        "}",
+        f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",
+    ),
+    (
+        "checkpoint/pickles.py",
+        "if place.relative_path not in files:",
+        "if False:",
+        f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
+    ),
+    (
+        "checkpoint/state.py",
+        "            check_pickles(folder)\n",
+        "",
+        f"{STATE}::test_a_crafted_checkpoint_runs_nothing",
+    ),
+    (
+        "checkpoint/convert.py",
+        "return load_pickle(stream)",
+        "return pickle.load(stream)",
+        f"{CONVERT}::test_a_crafted_record_of_an_interrupted_conversion_runs_nothing",
+    ),
+    (
+        "checkpoint/files.py",
+        "if missing := sorted(required - expected.keys()):",
+        "if missing := []:",
+        f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
+    ),
+    (
+        "checkpoint/files.py",
+        '*(path.name for path in folder.glob("*.distcp"))',
+        "",
+        f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
+    ),
+    ("config/load.py", "        count += 1\n", "", TRAP),
+    ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
+    ("config/load.py", " and len(node.value) > MAX_DIGITS:", " and False:", TRAP),
+    ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
+    ("config/schema.py", "allow_inf_nan=False", "allow_inf_nan=True", f"{LOAD}::test_values_that_are_refused"),
+    ("config/schema.py", "pattern=NAME, max_length=200", "pattern=NAME", f"{LOAD}::test_values_that_are_refused"),
+    (
+        "models/config_json.py",
+        "if heads % kv_heads:",
+        "if False:",
+        f"{VALIDATE}::test_a_config_json_is_refused_by_file_key_and_value",
+    ),
+    (
+        "models/registry.py",
+        ") > MAX_EXPERTS:",
+        ") > 10**12:",
+        f"{VALIDATE}::test_a_config_json_is_refused_by_file_key_and_value",
+    ),
+    ("models/headers.py", "begin != expected or end != tensor.end", "end != tensor.end", MALFORMED),
+    ("models/headers.py", "begin != expected or end != tensor.end", "begin != expected", MALFORMED),
+    ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
+    ("models/headers.py", ", unique_keys=True", "", MALFORMED),
+    (
+        "models/headers.py",
+        "if length > MAX_HEADER_BYTES:",
+        "if False:",
+        f"{HEADERS}::test_a_header_of_gigabytes_is_not_read",
+    ),
+    ("models/headers.py", 'or "/" in file ', "", f"{HEADERS}::test_a_malformed_index"),
+    ("platform/json_text.py", "    except RecursionError:", "    except KeyboardInterrupt:", MALFORMED),
+    ("platform/json_text.py", "    if level:", "    if False:", MALFORMED),
+    (
+        "platform/shm.py",
+        "if path.name.startswith(prefix) and",
+        "if path.name.startswith(MARK) and",
+        f"{SHM}::test_only_the_jobs_own",
+    ),
+    (
+        "platform/shm.py",
+        "if not _is_locked(prefix) for",
+        "for",
+        f"{SHM}::test_the_dead_leave_nothing_and_the_living_are_left_alone",
+    ),
+    ("platform/shm.py", "with suppress(OSError):", "with suppress(KeyError):", f"{SHM}::test_files_that_are_traps"),
+    ("launch/spawn.py", " | os.O_NOFOLLOW", "", f"{SPAWN}::test_a_lock_that_is_a_link_is_not_followed"),
+    (
+        "launch/spawn.py",
+        "for handle in (file, directory):",
+        "for handle in (file,):",
+        f"{SPAWN}::test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link",
+    ),
+    (
+        "data/tokenizer.py",
+        "with alarm(TEMPLATE_TIMEOUT_S):",
+        "with alarm(60.0):",
+        f"{CHAT}::test_a_template_that_is_a_trap_is_refused_in_time",
+    ),
+    (
+        "data/tokenizer.py",
+        "if len(text) > MAX_PROMPT_CHARACTERS:",
+        "if False:",
+        f"{CHAT}::test_a_template_that_is_a_trap_is_refused_in_time",
+    ),
+]
