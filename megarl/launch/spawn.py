@@ -137,10 +137,7 @@ class _Ranks:
                 return None
             if any(codes):
                 return self._cause(is_stopped)
-            running = {
-                rank: p.pid for rank, (p, code) in enumerate(zip(self.processes, codes, strict=True)) if code is None
-            }
-            if late := heartbeats.check(running):
+            if late := heartbeats.check({rank: p.pid for rank, p in enumerate(self.processes) if codes[rank] is None}):
                 self.left_running = [late.rank]
                 self._request_stack_traces()
                 return late
