@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.heartbeat import store_path
+from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
@@ -78,8 +77,7 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
     if env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store: Any = dist.FileStore(store_path(env.store_fd), env.world_size) if env.launched else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        store.set_timeout(timeout)
+        store = make_store(env, timeout)
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()

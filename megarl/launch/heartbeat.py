@@ -1,4 +1,4 @@
-"""Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it failed. No torch.
+"""Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it failed.
 
     launcher --two memfds, inherited--> ranks: a FileStore over one of them; in the other, a slot for each rank
     rank:     a thread --beat and phase, every BEAT_S--> its slot; at the end its failure
@@ -21,9 +21,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from megarl.launch.exit_codes import REFUSED, CurrentPhase, Failure
+from megarl.platform.env import Env
 
 BEAT_S = 0.5
 STOPPED_S, SILENT_S = 5.0, 60.0  # until a rank that is stopped, or silent, is reported
@@ -37,10 +40,17 @@ def shared_memory(name: str) -> int:
     return os.memfd_create(f"megarl-{name}")
 
 
-def store_path(fd: int) -> str:
-    """The path at which this process, and no other, can open the memory behind `fd`."""
-    os.set_inheritable(fd, False)  # not for the processes that a rank starts
-    return f"/proc/self/fd/{fd}"
+def make_store(env: Env, timeout: timedelta) -> Any:
+    """The store in which the ranks of megarl's own launcher meet; its operations raise after `timeout`."""
+    import torch.distributed as dist
+
+    if env.launched:
+        os.set_inheritable(env.store_fd, False)  # not for the processes that a rank starts
+        store: Any = dist.FileStore(f"/proc/self/fd/{env.store_fd}", env.world_size)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(timeout)
+    return store
 
 
 @dataclass(frozen=True, slots=True)

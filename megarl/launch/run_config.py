@@ -108,9 +108,13 @@ def _number(file: Path) -> int:
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as well."""
     before, after = (dict(_flat(config.model_dump(mode="json"))) for config in (old, new))
-    if before.get("model.path") != after.get("model.path"):
-        before |= _model_values(before.get("model.path"))
-        after |= _model_values(after.get("model.path"))
+    old_model, new_model = (Path(config.model.path or "") for config in (old, new))
+    if old_model.resolve() == new_model.resolve() or (
+        old_model.parent.name == new_model.parent.name == ".models" and old_model.name == new_model.name
+    ):  # of model.create, named by its values
+        before["model.path"] = after["model.path"]
+    else:
+        before, after = before | _model_values(old_model), after | _model_values(new_model)
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return {key: (before.get(key), after.get(key)) for key in keys}
 
@@ -123,9 +127,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _model_values(path: str | None) -> dict[str, Any]:
+def _model_values(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, AttributeError):
-        return dict(_flat(json.loads((Path(path or "") / "config.json").read_text()), "config.json: "))
+        return dict(_flat(json.loads((folder / "config.json").read_text()), "config.json: "))
     return {}
 
 

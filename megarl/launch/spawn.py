@@ -178,6 +178,7 @@ class _Ranks:
         """Terminate all ranks and the processes they started."""
         for process in self.processes:
             _signal_session(process, signal.SIGTERM)
+            _signal_session(process, signal.SIGCONT)  # a stopped process handles no signal before it
         deadline = time.monotonic() + KILL_AFTER_S
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
