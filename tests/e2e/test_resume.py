@@ -18,8 +18,8 @@ from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 
 ROOT = Path(__file__).resolve().parents[2]
+LAYERS = "model.create.layers=2"
 SMALL = [
-    "model.create.layers=2",
     "train.prompts_per_step=8",
     "train.warmup_steps=1",
     "train.schedule=cosine",
@@ -34,9 +34,11 @@ def sums(folder: Path) -> list[str]:
     return [f"task.name=jsonl:{folder}/sums.jsonl", "task.options={}"]
 
 
-def run_sft(folder: Path, name: str, steps: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run_sft(
+    folder: Path, name: str, steps: int, *overrides: str, model: str = LAYERS
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl.cli", "train", "configs/quickstart_sft.yaml", f"run.dir={folder}"]
-    command += [f"run.name={name}", f"train.steps={steps}", *SMALL, *sums(folder.parent), *overrides]
+    command += [f"run.name={name}", f"train.steps={steps}", model, *SMALL, *sums(folder.parent), *overrides]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
@@ -81,8 +83,8 @@ def test_resume(tmp_path: Path) -> None:
     assert losses(tmp_path / "again") == {s: v for s, v in losses(tmp_path / "whole").items() if s >= 2}
 
     refused = run_sft(tmp_path, "again", 6, "train.lr=1e-2")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "train.lr 0.001 -> 0.01" in refused.stderr
-    assert "lr: 0.001\n" in (tmp_path / "again" / "config.yaml").read_text()
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "train.lr 0.002 -> 0.01" in refused.stderr
+    assert "lr: 0.002\n" in (tmp_path / "again" / "config.yaml").read_text()
 
     with disk(tmp_path / "disk", "100m") as small:
         shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", small / "full" / "checkpoints" / "step_2")
@@ -111,7 +113,7 @@ def test_a_weight_that_is_not_a_number_is_blamed_on_the_weights(tmp_path: Path) 
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    done = run_sft(tmp_path / "runs", "nan", 1, f"model.path={model}", "launch.processes=1")
+    done = run_sft(tmp_path / "runs", "nan", 2, "launch.processes=1", model=f"model.path={model}")
     assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr
     assert "weights are not finite: NaN or infinity in decoder.layers.0.mlp.linear_fc2.weight" in done.stderr
 

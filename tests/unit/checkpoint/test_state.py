@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +24,14 @@ from trainer_cases import random_batch
 from megarl.checkpoint import files
 from megarl.checkpoint.state import Checkpoints, _allocate
 from megarl.config.schema import Create, Train
+from megarl.launch.build import check_weights
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
+from megarl.weights.transports.inprocess import InProcess
 
 SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")
 TRAIN = {"dtype": "bf16", "lr": 1e-2, "prompts_per_step": 4, "steps": 8, "schedule": "linear"}
@@ -206,6 +209,17 @@ def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> Non
     hybrid.state = {"p": {}}
     _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
     assert len(steps) == 1
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    rank: Any = SimpleNamespace(transport=InProcess(), model_folder="models/x")
+    check_weights(rank, job.trainer)
+    for value in (float("nan"), float("-inf")):
+        name, tensor = list(job.trainer.parameters_by_name().items())[-1]
+        tensor.data.view(-1)[-1] = value
+        with pytest.raises(CheckFailed, match=rf"NaN or infinity in {name}, as loaded from models/x"):
+            check_weights(rank, job.trainer)
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ def test_done(tmp_path: Path) -> None:
     ups = [(tmp_path / "done" / f"up_{rank}").read_text().split()[1:] for rank in range(2)]
     assert ups[0] == ups[1], "ranks of a job share its id and its launcher"
     assert ups[0][2] == "3", "the user's thread count stays"
+    assert ups[0][3] == "lo", "nobody on the network can reach a port"
     assert (tmp_path / "done" / "config.yaml").exists()
 
 

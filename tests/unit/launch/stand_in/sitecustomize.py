@@ -47,7 +47,8 @@ def run(config, env, phase) -> None:
     print(f"hello from rank {rank} of {env.world_size}")
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
-    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {os.environ['OMP_NUM_THREADS']}")
+    threads, interface = os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
+    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {threads} {interface}")
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
