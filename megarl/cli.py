@@ -1,6 +1,7 @@
 """The command line: parses arguments, dispatches, returns the exit code. Work that needs torch runs in the ranks.
 
-Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 a check refused, 130 interrupted.
+Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 refused (a check, a stopped rank, a full
+disk), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
+from megarl.platform.disk import full_disk
 from megarl.platform.env import Env, get_env, is_interactive, redact
 
 if TYPE_CHECKING:
@@ -49,10 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "plan":
             return _plan(args, overrides)
         if args.command == "check" and (args.parity or args.sync):
-            return _run("parity" if args.parity else "sync", args.config, overrides, dry_run=False)
+            return _run("parity" if args.parity else "sync", args.config, overrides)
         if args.command == "check":
             return _check(args.config, [text for text in args.layouts if "=" not in text], overrides)
-        return _run(args.command, args.config, overrides, dry_run=getattr(args, "dry_run", False))
+        if args.command == "eval":
+            return _run("eval", args.config, overrides)
+        return _run("train", args.config, overrides, dry_run=args.dry_run, resume_changed=args.resume_changed)
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # the reader closed the pipe: `megarl plan ... | head`
@@ -64,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if get_env("RANK", "0") == "0":
             print(f"megarl: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return USER
+    except OSError as error:
+        if not (full := full_disk(error, Path(error.filename or "."))):
+            raise
+        print(f"megarl: {full}", file=sys.stderr)
+        return REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     train = commands.add_parser("train", help="train a model; results go to runs/<run.name>")
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
+    changed = "resume a run with settings that change what is trained; config_<n>.yaml records them"
+    train.add_argument("--resume-changed", action="store_true", help=changed)
     evaluate = commands.add_parser("eval", help="measure a model's accuracy on held-out problems of the task")
     plan = commands.add_parser("plan", help="predict bytes and time of a weight sync, without weights or a GPU")
     check = commands.add_parser("check", help="compare layouts on one update, or trainer and engine")
@@ -171,10 +182,14 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
     return spawn_ranks(config, job, command)
 
 
-def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) -> int:
+def _run(
+    command: str, path: str, overrides: Sequence[str], *, dry_run: bool = False, resume_changed: bool = False
+) -> int:
     from megarl.config.load import load_config, run_dir
     from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
     from megarl.launch.preflight import describe, preflight
+    from megarl.launch.random_model import materialize_model
+    from megarl.launch.run_config import check_resumed, make_run_dir
 
     env = Env.read()
     config = load_config(path, overrides)
@@ -186,11 +201,10 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
         job = preflight(config, env, command=command)
         if not dry_run:
             download_weights(config, env)
-            try:
-                run_dir(config).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                reason = f"cannot create {run_dir(config)} ({error.strerror})"
-                raise ValueError(f"{reason}; set run.dir to a writable folder") from None
+            make_run_dir(config)
+            config = materialize_model(config)
+            if command == "train" and not resume_changed:
+                check_resumed(config)
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
             write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up"))
@@ -201,9 +215,7 @@ def _run(command: str, path: str, overrides: Sequence[str], *, dry_run: bool) ->
     if dry_run:
         print(describe(config, job))
         return DONE
-    from megarl.launch.random_model import materialize_model
-
-    code = _launch(env, materialize_model(config), job, command)
+    code = _launch(env, config, job, command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # no step has finished
             if config.stage == "rl" and job.model.bridge is None:  # the planner needs a table

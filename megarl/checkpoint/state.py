@@ -22,10 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint import files
 from megarl.checkpoint.pickles import check_pickles
@@ -34,6 +36,7 @@ from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
+MESSAGE_CHARS = 1_000
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the only format that every layout can read
 
 
@@ -149,7 +152,7 @@ class Checkpoints:
         common: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
         same_world = common["world"] == dist.get_world_size()
         sharded = self._sharded(loading=True) | (_sharded_random() if same_world else {})
-        loaded: Any = dist_checkpointing.load(sharded, str(source))
+        loaded: Any = _load(sharded, source)
         for name, chunk in self._chunks():
             chunk.load_state_dict(loaded[name])
         _load_optimizer(self.trained.optimizer, loaded["optimizer"])
@@ -196,6 +199,18 @@ class Checkpoints:
         model = {name: chunk.sharded_state_dict() for name, chunk in self._chunks()}
         optimizer = self.trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
         return {**model, "optimizer": optimizer}
+
+
+def _load(sharded: dict[str, Any], source: Path) -> Any:
+    """Raises ValueError, naming what differs, if the checkpoint is of another model."""
+    try:
+        return dist_checkpointing.load(sharded, str(source))
+    except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        raise ValueError(
+            f"{source} is not a checkpoint of this model: {' '.join(str(causes[0]).split())[:MESSAGE_CHARS]}; resume "
+            "with the model it was saved from, or start over with checkpoint.resume=never"
+        ) from error
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -8,9 +8,13 @@ threads. Only disk work runs on the thread; all collectives run on the caller's.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import queue
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.checkpoint import files
+from megarl.platform.disk import full_disk
 from megarl.types import CheckFailed
 
 
@@ -30,12 +35,16 @@ class Writing:
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
+        with _removing(folder):
+            self._start(sharded)
+
+    def _start(self, sharded: dict[str, Any]) -> None:
         # by default every rank spawns a process for this queue, though its writer and reader are threads here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         # 0.19 delegates the write to another package by default
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
-        self._request: Any = dist_checkpointing.save(sharded, str(folder), async_sharded_save=True, **options)
+        self._request: Any = dist_checkpointing.save(sharded, str(self.folder), async_sharded_save=True, **options)
         self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
         self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self.thread.start()
@@ -45,6 +54,10 @@ class Writing:
 
         Raises CheckFailed on every rank if one of them could not write.
         """
+        with _removing(self.folder):
+            self._finish()
+
+    def _finish(self) -> None:
         self.thread.join()
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
@@ -70,8 +83,15 @@ class Writing:
             if self._buckets:
                 self._request.async_fn_args[2].put(results)
         except Exception as error:  # noqa: BLE001 (in a thread: `finish` raises it)
-            self._error = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
+            self._error = full_disk(error, self.folder, self._missing_bytes()) or " ".join(text.split())
         self._buckets = []
+
+    def _missing_bytes(self) -> int:
+        """What this rank's files still lack."""
+        expected = sum(tensor.nbytes for bucket in self._buckets for _, tensor in bucket[2][1])
+        paths = [self.folder / bucket[1] for bucket in self._buckets]
+        return max(0, expected - sum(path.stat().st_size for path in paths if path.exists()))
 
     def _write_file(self, index: int, bucket: Any) -> Any:
         transforms, *_ = self._request.async_fn.args
@@ -84,6 +104,20 @@ class Writing:
         if isinstance(result, Exception):
             raise result
         return result
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    """Removes `folder` if an exception passes, so that a full disk has room again; a full disk becomes an OSError."""
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        full = full_disk(error, folder, missing_bytes=1)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if full and not isinstance(error, CheckFailed):  # of this rank alone
+            raise OSError(errno.ENOSPC, full) from error
+        raise
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:

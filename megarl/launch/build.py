@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.hf import export_hf
@@ -23,6 +24,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
+from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
@@ -31,7 +33,7 @@ from megarl.platform.device import DTYPES, Device, gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Trainer
-from megarl.types import ObjectiveState
+from megarl.types import CheckFailed, ObjectiveState
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
@@ -72,11 +74,11 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    if env.has_launcher:
+    if env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        store = make_store(env, timeout)
+        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
 
@@ -93,6 +95,17 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
         device=rank.device.torch,
         seed=config.run.seed,
     )
+
+
+def check_weights(rank: Rank, trainer: Trainer) -> None:
+    """Raises CheckFailed, on every rank, if a weight is not finite: its log-probs would blame the engine."""
+    wrong = [name for name, tensor in trainer.parameters_by_name().items() if not torch.isfinite(tensor.sum())]
+    if names := sorted({name for names in rank.transport.gather(wrong) for name in names}):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckFailed(
+            f"the trainer's weights are not finite: NaN or infinity in {', '.join(names[:3])}{more}, as loaded from "
+            f"{rank.model_folder} or a checkpoint; use an undamaged copy"
+        )
 
 
 def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:

@@ -30,6 +30,7 @@ def check_layouts_of(
     from megarl.debug.layout_check import AXES, parse_layout  # imports torch
     from megarl.launch.downloads import download_weights
     from megarl.launch.random_model import materialize_model
+    from megarl.launch.run_config import make_run_dir
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-check"})})
 
@@ -49,8 +50,8 @@ def check_layouts_of(
             continue
         fits.append(text)
     download_weights(config, env)
+    make_run_dir(config)
     folder = run_dir(config)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "check.json").unlink(missing_ok=True)
     (folder / "layouts.json").write_text(json.dumps(fits))
     code = launch(materialize_model(under(fits[0], world)), job, "check")

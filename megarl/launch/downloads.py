@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.hf_dataset import hub_id, parse_options, resolve
+from megarl.launch.run_config import resumed_run
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id
 from megarl.platform.env import Env
 from megarl.platform.shm import SHM, shm_prefix
@@ -77,13 +77,9 @@ def _commit(
 
 def _commits_to_resume(config: Config) -> dict[str, str]:
     """Returns name -> commit of the models and datasets that the run to be resumed began with."""
-    resume, folder = config.checkpoint.resume, run_dir(config)
-    if resume not in ("auto", "never"):
-        folder = Path(resume).resolve().parent.parent
-    elif resume == "never" or not any((folder / "checkpoints").glob("step_*")):
+    if (run := resumed_run(config)) is None or not (file := run / "config.yaml").is_file():
         return {}
-    file = folder / "config.yaml"
-    return dict(_recorded(yaml.safe_load(file.read_text()))) if file.is_file() else {}
+    return dict(_recorded(yaml.safe_load(file.read_text())))
 
 
 def _recorded(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,28 +1,33 @@
-"""Records how a job ended, in files that both the ranks and their launcher read. No torch.
+"""Records how a job ended. No torch.
 
-    rank fails -> logs/failure_<rank>.json -+
-                                            +-> first_failure -> one message on the terminal, exit.json
-    rank killed -> exit status -------------+
+    rank fails -> its slot (launch.heartbeat) -+
+                                               +-> first_failure -> one message on the terminal, exit.json
+    rank killed -> exit status ----------------+
 
-Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, 130 interrupted.
+Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, a rank was stopped or the
+disk is full, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.platform.atomic import write_atomic
+from megarl.platform.disk import full_disk
 from megarl.platform.env import redact
 
 DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 SAME_MOMENT_S = 2.0
+MESSAGE_CHARS, TRACEBACK_CHARS = 4_000, 8_000
 
 
 @dataclass
@@ -61,40 +66,37 @@ def classify(error: BaseException) -> int:
     return DEFECT
 
 
-def record_failure(run_dir: Path, rank: int, error: BaseException, *, phase: str) -> Failure:
-    """Write `error` to logs/failure_<rank>.json, where the launcher looks for it."""
-    code = classify(error)
-    text = " ".join(str(error).split()) or type(error).__name__
+def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
+    if (code := classify(error)) == DEFECT and (full := full_disk(error, run_dir)):
+        return Failure(rank, REFUSED, full, phase)
+    text = " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
     message = text if code in (USER, REFUSED) else f"{type(error).__name__}: {text}"
-    last_lines = "".join(traceback.format_exception(error)[-4:]) if code == DEFECT else ""
-    failure = Failure(rank, code, message, phase, last_lines)
-    file = run_dir / "logs" / f"failure_{rank}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(asdict(failure)))
-    return failure
+    last_lines = "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:] if code == DEFECT else ""
+    return Failure(rank, code, message, phase, last_lines)
 
 
-def first_failure(run_dir: Path) -> Failure | None:
+def to_record(failure: Failure) -> str:
+    return json.dumps(asdict(failure))
+
+
+def first_failure(records: Iterable[str]) -> Failure | None:
     """Returns the earliest recorded failure; if simultaneous, a refused check comes before the bugs it may cause."""
-    files = (run_dir / "logs").glob("failure_*.json")
-    failures = sorted((Failure(**json.loads(file.read_text())) for file in files), key=lambda failure: failure.time_s)
+    failures = sorted((Failure(**json.loads(text)) for text in records if text), key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
         failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
     return next(iter(failures), None)
 
 
-def prepare_run_dir(run_dir: Path, config: str) -> None:
-    """Write the resolved config, and remove the exit records of an earlier run of the same name."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    for file in (*(run_dir / "logs").glob("failure_*.json"), run_dir / "exit.json"):
-        file.unlink(missing_ok=True)
-    (run_dir / "config.yaml").write_text(config, encoding="utf-8")
-
-
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed."""
+    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed.
+
+    A disk that refuses it is only reported: the exit code itself still counts.
+    """
     values: dict[str, Any] = {"code": code, **facts}
     if failure is not None:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / "exit.json", json.dumps(values))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / "exit.json", json.dumps(values))
+    except OSError as error:
+        print(f"megarl: {run_dir / 'exit.json'} was not written ({error.strerror})", file=sys.stderr)

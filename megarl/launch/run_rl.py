@@ -19,7 +19,16 @@ from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
 from megarl.debug.parity_cause import CauseSearch
-from megarl.launch.build import Rank, export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
+from megarl.launch.build import (
+    Rank,
+    check_weights,
+    export,
+    make_checkpoints,
+    make_prompts,
+    make_trainer,
+    open_rank,
+    rank_telemetry,
+)
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
     CAUSE_ROWS,
@@ -128,6 +137,7 @@ class _Unscored:
 def _trainer_and_engine(rank: Rank) -> tuple[Trainer, Engine]:
     """For commands that do not train: the trainer keeps its weights, and only these, on the device."""
     trainer = make_trainer(rank)
+    check_weights(rank, trainer)
     trainer.memory.offload_all()
     engine = make_engine(rank)
     trainer.memory.onload_weights()
@@ -145,6 +155,7 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
     checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
     start, state = checkpoint.restore(config.checkpoint.resume)
+    check_weights(rank, trainer)
     trainer.memory.offload_all()
     engine = start_engine(rank)
     engine.sleep()

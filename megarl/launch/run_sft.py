@@ -6,7 +6,15 @@ from functools import partial
 
 from megarl.config.schema import Config
 from megarl.data.collate import supervised_batch
-from megarl.launch.build import export, make_checkpoints, make_prompts, make_trainer, open_rank, rank_telemetry
+from megarl.launch.build import (
+    check_weights,
+    export,
+    make_checkpoints,
+    make_prompts,
+    make_trainer,
+    open_rank,
+    rank_telemetry,
+)
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
 from megarl.platform.env import Env
@@ -20,6 +28,7 @@ def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
         trainer, prompts = make_trainer(rank), make_prompts(rank)
         checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
         start, state = checkpoint.restore(config.checkpoint.resume)
+        check_weights(rank, trainer)
         with rank_telemetry(rank, start) as telemetry:
             run = SftRun(
                 prompts=prompts,

@@ -1,6 +1,6 @@
 """Starts the ranks of a job on this machine and waits for them. Imports no torch.
 
-    spawn_ranks --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, failure records
+    spawn_ranks --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, beats, failure records
           <---- the first failure, reported once; other ranks ended; shared memory unlinked; exit.json ----
 
 Ranks are plain child processes, not workers of torch's elastic agent: this keeps their exit codes, avoids importing
@@ -13,7 +13,6 @@ import fcntl
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,11 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import resolved_yaml, run_dir
+from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import Failure
+from megarl.launch.heartbeat import Heartbeats, Slots, shared_memory
+from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import child_env, get_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
@@ -41,24 +42,24 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
     """Run `command` on `job.world` local ranks; returns the exit code of the job."""
     folder = run_dir(config)
     with _lock(folder):
-        exit_codes.prepare_run_dir(folder, resolved_yaml(config))
+        file = prepare_run_dir(config, command)
         started = time.time()
         unlink_dead()
         job_id = secrets.token_hex(4)
         shm = shm_prefix(job_id, os.getpid())
         lock_shm(shm)
-        ranks = _Ranks(folder)
+        ranks = _Ranks(folder, config.launch.timeout_s)
         try:
             with _stop_signals() as is_stopped:
-                ranks.start(job.world, job_id=job_id, command=command)
+                ranks.start(job.world, job_id=job_id, arguments=[str(file), command])
                 failure = ranks.wait(is_stopped)
         finally:
             ranks.end()
             unlink_shm(shm, lock=True)
         code = failure.code if failure else exit_codes.DONE
-        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
         if failure:
             print(_message(failure, folder, ranks.left_running), file=sys.stderr, flush=True)
+        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
         return code
 
 
@@ -108,39 +109,51 @@ class _Ranks:
     """The child processes of a job."""
 
     folder: Path
+    timeout_s: float
+    slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was terminated
 
-    def start(self, world: int, *, job_id: str, command: str) -> None:
+    def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        port = _free_port()
+        store_fd = shared_memory("store")
         for rank in range(world):
             environ = child_env(
                 RANK=rank,
                 LOCAL_RANK=rank,
                 WORLD_SIZE=world,
                 LOCAL_WORLD_SIZE=world,
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
                 OMP_NUM_THREADS=get_env("OMP_NUM_THREADS") or max(1, cores // world),
                 MEGARL_JOB_ID=job_id,
                 MEGARL_LAUNCHED=os.getpid(),
+                MEGARL_STORE_FD=store_fd,
+                MEGARL_SLOTS_FD=self.slots.fd,
             )
-            args = [sys.executable, "-m", "megarl.launch.worker", str(self.folder / "config.yaml"), command]
+            args = [sys.executable, "-m", "megarl.launch.worker", *arguments]
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
                 out = None if rank == 0 else log
                 # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
                 options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": log}
+                options["pass_fds"] = (store_fd, self.slots.fd)
                 self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
+        os.close(store_fd)
 
     def wait(self, is_stopped: Callable[[], bool]) -> Failure | None:
-        """Wait until all ranks are done, one fails, or the user stops the job; returns None if all are done."""
+        """Wait until all ranks are done, one fails or stops responding, or the user stops the job.
+
+        Returns None if all are done.
+        """
+        heartbeats = Heartbeats(self.slots, self.timeout_s)
         while not is_stopped():
             codes = [process.poll() for process in self.processes]
             if all(code == 0 for code in codes):
                 return None
             if any(codes):
                 return self._cause(is_stopped)
+            if late := heartbeats.check({rank: p.pid for rank, p in enumerate(self.processes) if codes[rank] is None}):
+                self.left_running = [late.rank]
+                self._request_stack_traces()
+                return late
             time.sleep(POLL_S)
         return Failure(-1, exit_codes.STOPPED, "stopped")
 
@@ -157,7 +170,7 @@ class _Ranks:
             name = signal.Signals(-status).name
             hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
-        if failure := exit_codes.first_failure(self.folder):
+        if failure := exit_codes.first_failure(map(self.slots.failure, range(len(self.processes)))):
             return failure
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
         return Failure(rank, code, f"rank {rank} exited with status {status} without recording a failure")
@@ -178,6 +191,7 @@ class _Ranks:
         """Terminate all ranks and the processes they started."""
         for process in self.processes:
             _signal_session(process, signal.SIGTERM)
+            _signal_session(process, signal.SIGCONT)  # a stopped process handles no signal before it
         deadline = time.monotonic() + KILL_AFTER_S
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -189,12 +203,6 @@ class _Ranks:
 def _signal_session(process: subprocess.Popen[Any], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _message(failure: Failure, folder: Path, left_running: list[int]) -> str:

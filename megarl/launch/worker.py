@@ -16,14 +16,17 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from megarl.config.load import load_config, resolved_yaml, run_dir
+from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import CurrentPhase, Failure
-from megarl.platform.env import Env, redact, set_env
+from megarl.launch.heartbeat import Slots
+from megarl.launch.run_config import prepare_run_dir
+from megarl.platform.env import LOOPBACK, Env, redact, set_env
 
 PR_SET_PDEATHSIG = 1
 
@@ -38,7 +41,7 @@ def main(config_path: str, command: str = "train") -> int:
 def run_external(config: Config, env: Env, command: str) -> int:
     """Run a rank that an external launcher (torchrun, Slurm) started; returns its exit code."""
     if env.is_main:
-        exit_codes.prepare_run_dir(run_dir(config), resolved_yaml(config))
+        prepare_run_dir(config, command)
     return run_rank(config, env, command)
 
 
@@ -52,7 +55,11 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # how the launcher requests a stack trace
     # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
-    watch, phase = None, CurrentPhase()
+    if env.num_nodes == 1:
+        set_env(**LOOPBACK)
+    watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)
+    if env.launched:
+        slots.start_beating(env.rank, phase)
     try:
         if env.has_launcher and not env.launched and env.num_nodes > 1:
             from megarl.launch.failure_watch import FailureWatch
@@ -62,17 +69,19 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     except KeyboardInterrupt:
         _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
         return exit_codes.STOPPED
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
-        print(redact(traceback.format_exc()), file=sys.stderr)
-        failure = exit_codes.record_failure(folder, env.rank, error, phase=phase.name)
+    except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
+        failure = exit_codes.failure_of(error, env.rank, phase=phase.name, run_dir=folder)
+        if env.launched:
+            slots.write_failure(env.rank, exit_codes.to_record(failure))
+        with suppress(OSError):  # the log's disk is full
+            print(redact(traceback.format_exc()), file=sys.stderr)
         if _note_exit(folder, env, failure):
             print(f"megarl: rank {env.rank} failed in {failure.phase}: {failure.message}", file=terminal)
         if watch is not None:
             watch.broadcast(failure.message, failure.code)
         return failure.code
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()
     if env.is_main and not env.launched:
         exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
     return exit_codes.DONE
@@ -123,9 +132,14 @@ def _redirect_output(log: Path) -> TextIO:
     return io.TextIOWrapper(terminal, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the log's disk is full, or the terminal gone
+            stream.flush()
+
+
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     # the destructors of a process group whose peer is gone can hang or abort, so exit without running them
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)

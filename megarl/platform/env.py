@@ -17,6 +17,8 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
+# For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host can reach a port.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 # One file per GPU. Sandboxes do not always mount /proc/driver.
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
 
@@ -38,6 +40,8 @@ class Env:
     launched: bool = False  # the launcher is megarl's own
     launcher_pid: int = 0  # the same on every rank of a host; its death ends the job
     job_id: str = ""  # the same on every rank of a host, unique to the job
+    store_fd: int = -1  # of memory shared with megarl's own launcher (megarl.launch.heartbeat)
+    slots_fd: int = -1
 
     @property
     def is_main(self) -> bool:
@@ -77,6 +81,8 @@ class Env:
             launched="MEGARL_LAUNCHED" in source,
             launcher_pid=number("MEGARL_LAUNCHED", os.getppid()),
             job_id=job_id,
+            store_fd=number("MEGARL_STORE_FD", -1),
+            slots_fd=number("MEGARL_SLOTS_FD", -1),
         )
 
 

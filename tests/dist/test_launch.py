@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,17 @@ def cpu_segments() -> set[Path]:
     return set(SHM.glob("*cpushm*"))
 
 
+LOOPBACK = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def listening(pids: set[str]) -> list[str]:
+    """Addresses, as the kernel writes them, on which these processes wait for connections."""
+    links = [os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return [socket[1].partition(":")[0] for socket in sockets if socket[3] == "0A" and socket[9] in inodes]
+
+
 @pytest.mark.long
 def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     segments = cpu_segments()
@@ -68,6 +80,9 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     wait_for_a_step(stopped, tmp_path / "stopped")
     assert not left_by_a_crash.exists()
     assert not cpu_segments() - segments, "mapped segments have no name: nothing to leak"
+    addresses = listening({about.partition(" ")[0] for about in processes_about(tmp_path)})
+    assert addresses, "gloo listens somewhere"
+    assert all(each in LOOPBACK or (len(each) == 8 and each.endswith("7F")) for each in addresses), addresses
 
     killed.kill()
     stopped.send_signal(signal.SIGINT)

@@ -6,15 +6,20 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from megarl.config.schema import Create
+from megarl.launch.random_model import create_model
 
 ROOT = Path(__file__).resolve().parents[2]
+LAYERS = "model.create.layers=2"
 SMALL = [
-    "model.create.layers=2",
     "train.prompts_per_step=8",
     "train.warmup_steps=1",
     "train.schedule=cosine",
@@ -29,13 +34,30 @@ def sums(folder: Path) -> list[str]:
     return [f"task.name=jsonl:{folder}/sums.jsonl", "task.options={}"]
 
 
+def run_sft(
+    folder: Path, name: str, steps: int, *overrides: str, model: str = LAYERS
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.cli", "train", "configs/quickstart_sft.yaml", f"run.dir={folder}"]
+    command += [f"run.name={name}", f"train.steps={steps}", model, *SMALL, *sums(folder.parent), *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
 def sft(folder: Path, name: str, steps: int, *overrides: str) -> dict[str, torch.Tensor]:
     """The exported weights after `steps` steps on two ranks."""
-    command = [sys.executable, "-m", "megarl.cli", "train", "configs/quickstart_sft.yaml", f"run.dir={folder}"]
-    command += [f"run.name={name}", f"train.steps={steps}", *SMALL, *sums(folder), *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_sft(folder, name, steps, *overrides)
     assert done.returncode == 0, done.stderr
     return load_file(folder / name / "hf" / "model.safetensors")
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "megarl-test", folder]).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def losses(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -45,6 +67,8 @@ def losses(folder: Path, name: str = "loss") -> dict[int, float]:
 
 @pytest.mark.long
 def test_resume(tmp_path: Path) -> None:
+    tmp_path /= "runs"
+    tmp_path.mkdir()
     whole = sft(tmp_path, "whole", 4, "checkpoint.export_hf=2")  # which must not change what is trained
     halfway, last = (load_file(tmp_path / "whole" / f"hf_step_{step}" / "model.safetensors") for step in (2, 4))
     assert all(torch.equal(whole[name], last[name]) for name in whole)
@@ -58,9 +82,40 @@ def test_resume(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert losses(tmp_path / "again") == {s: v for s, v in losses(tmp_path / "whole").items() if s >= 2}
 
+    refused = run_sft(tmp_path, "again", 6, "train.lr=1e-2")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "train.lr 0.002 -> 0.01" in refused.stderr
+    assert "lr: 0.002\n" in (tmp_path / "again" / "config.yaml").read_text()
+
+    with disk(tmp_path / "disk", "100m") as small:
+        shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", small / "full" / "checkpoints" / "step_2")
+        room = sum(file.stat().st_size for file in (small / "full").rglob("*") if file.is_file()) // 2
+        (small / ".models").symlink_to(tmp_path / ".models")
+        filler = small / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(small).free - room))
+        full = run_sft(small, "full", 4, "checkpoint.export_hf=never")
+        assert full.returncode == 3, full.stderr
+        message, *rest = full.stderr.splitlines()
+        assert f"the disk of {small}" in message and "is full" in message and not rest
+        assert json.loads((small / "full" / "exit.json").read_text())["code"] == 3
+        assert [path.name for path in (small / "full" / "checkpoints").iterdir()] == ["step_2"]
+        filler.unlink()
+        resumed = sft(small, "full", 4)
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
     other = sft(tmp_path, "other_layout", 4, "parallel.tensor=2")
     assert max(float((whole[name] - other[name]).abs().max()) for name in whole) < 1e-4
     assert sorted(losses(tmp_path / "other_layout")) == [2, 3]
+
+
+@pytest.mark.long
+def test_a_weight_that_is_not_a_number_is_blamed_on_the_weights(tmp_path: Path) -> None:
+    model = create_model(Create(layers=1, hidden=32), tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    done = run_sft(tmp_path / "runs", "nan", 2, "launch.processes=1", model=f"model.path={model}")
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr
+    assert "weights are not finite: NaN or infinity in decoder.layers.0.mlp.linear_fc2.weight" in done.stderr
 
 
 def kill(folder: Path, kills: int, *values: str) -> None:

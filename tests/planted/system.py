@@ -12,6 +12,7 @@ JUDGING = "unit/jail/test_judging.py"
 FORK_SERVER = "unit/jail/test_fork_server.py"
 STATE = "unit/checkpoint/test_state.py"
 SPAWN = "unit/launch/test_spawn.py"
+CONFIGS = "unit/launch/test_run_config.py"
 EVALUATION = "unit/stages/test_evaluation.py"
 
 HUB = "unit/launch/test_hub_model.py"
@@ -262,6 +263,37 @@ SYSTEM = [
         "elif sums(folder, [name])[name] != entry:",
         "elif False:",
         f"{STATE}::test_a_damaged_checkpoint_is_skipped_by_name",
+    ),
+    ("launch/heartbeat.py", 'in "Tt"', 'in "Z"', f"{SPAWN}::test_a_stopped_rank_is_named_long_before_the_timeout"),
+    (
+        "launch/heartbeat.py",
+        "min(elapsed, MAX_ELAPSED_S)",
+        "elapsed",
+        "unit/launch/test_heartbeat.py::test_time_in_which_the_launcher_did_not_look_does_not_count",
+    ),
+    (
+        "launch/heartbeat.py",
+        "os.set_inheritable(env.store_fd, False)",
+        "pass",
+        "unit/launch/test_heartbeat.py::test_the_store_has_no_name_and_is_not_inherited",
+    ),
+    ("launch/worker.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
+    ("launch/worker.py", "except BaseException as", "except Exception as", f"{SPAWN}::test_first_failure_is_said_once"),
+    ("launch/exit_codes.py", "except OSError as error:", "except ValueError as error:", f"{SPAWN}::test_a_full_disk"),
+    ("launch/run_config.py", "    if changes:", "    if False:", f"{CONFIGS}::test_other_settings_are_refused_by_name"),
+    ("launch/run_config.py", "if not changes:", "if True:", f"{CONFIGS}::test_each_part_leaves_its_config"),
+    ("launch/build.py", "not torch.isfinite(", "not bool(", f"{STATE}::test_weights_that_are_not_finite_are_named"),
+    (
+        "checkpoint/writer.py",
+        "            shutil.rmtree(folder, ignore_errors=True)",
+        "            pass",
+        f"{STATE}::test_a_full_disk_is_named_and_the_older_checkpoint_stays",
+    ),
+    (
+        "checkpoint/state.py",
+        "except (CheckpointException, CheckpointingException) as",
+        "except CheckpointingException as",
+        f"{STATE}::test_another_models_checkpoint_is_refused_with_what_differs",
     ),
     (
         "checkpoint/state.py",

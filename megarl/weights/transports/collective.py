@@ -74,7 +74,7 @@ class Collective:
             self._store.wait([verdict], timeout)
         except dist.DistNetworkError as error:
             raise CheckFailed(f"rank 0, which hosts the store, exited before {what}: {error}") from error
-        except dist.DistError:
+        except RuntimeError:  # the time-out: DistError of a TCPStore, a plain one of a FileStore
             missing = [rank for rank in range(self.world) if not self._store.check([f"{number}/{rank}"])]
             self._store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
         absent = self._store.get(verdict).decode()

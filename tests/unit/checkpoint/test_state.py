@@ -7,12 +7,15 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +28,14 @@ from trainer_cases import random_batch
 from megarl.checkpoint import files, state
 from megarl.checkpoint.state import Checkpoints, _allocate
 from megarl.config.schema import Create, Train
+from megarl.launch.build import check_weights
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
+from megarl.weights.transports.inprocess import InProcess
 
 SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")
 TRAIN = {"dtype": "bf16", "lr": 1e-2, "prompts_per_step": 4, "steps": 8, "schedule": "linear"}
@@ -50,12 +55,12 @@ class Cursor:
 class Job:
     """A trainer that learns a step at a time, its cursor and its checkpoints, as a new process has them."""
 
-    def __init__(self, folder: Path, **options) -> None:
-        model, layout = create_model(SMALL, folder / "models"), Layout.of(Parallel(), 1, 0)
+    def __init__(self, root: Path, folder: Path | None = None, model: Create = SMALL, **options) -> None:
+        path, layout = create_model(model, root / "models"), Layout.of(Parallel(), 1, 0)
         train, device = Train.model_validate(TRAIN), torch.device("cpu")
-        self.trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
+        self.trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=device)
         self.cursor, self.said = Cursor(), []
-        self.state, self.folder = ObjectiveState(0.0), folder / "checkpoints"
+        self.state, self.folder = ObjectiveState(0.0), folder or root / "checkpoints"
         given = {"every": 1, "keep": 3, "last_step": 100, "say": self.said.append, **options}
         self.checkpoints = Checkpoints(self.folder, self.trainer, self.cursor, self.state, **given)
 
@@ -310,7 +315,7 @@ def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monke
         broken.setattr(files, "sums", full)
         job.step(1)
         job.checkpoints.maybe_save(1, job.state)
-        with pytest.raises(CheckFailed, match=r"step_1.* was not written: rank 0: OSError: .*No space left"):
+        with pytest.raises(CheckFailed, match=r"step_1.* was not written: rank 0: the disk of .* is full"):
             job.checkpoints.finish()
     assert files.steps(tmp_path / "checkpoints") == []
     job.checkpoints.save()  # what a refused run does last: now there is room
@@ -327,3 +332,63 @@ def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> Non
     hybrid.state = {"p": {}}
     _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
     assert len(steps) == 1
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    rank: Any = SimpleNamespace(transport=InProcess(), model_folder="models/x")
+    check_weights(rank, job.trainer)
+    for value in (float("nan"), float("-inf")):
+        name, tensor = list(job.trainer.parameters_by_name().items())[-1]
+        tensor.data.view(-1)[-1] = value
+        with pytest.raises(CheckFailed, match=rf"NaN or infinity in {name}, as loaded from models/x"):
+            check_weights(rank, job.trainer)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "megarl-test", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("free", [0, 4_000, 40_000, 150_000])
+def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, small_disk: Path, free: int) -> None:
+    """The disk fills at the first file, at a shard, at the metadata; afterwards there is room again."""
+    job = Job(tmp_path, folder=small_disk)
+    job.step(1)
+    job.checkpoints.maybe_save(1, job.state)
+    job.checkpoints.finish()
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - free))
+    before = shutil.disk_usage(small_disk).free
+    job.step(2)
+    with pytest.raises((CheckFailed, OSError), match=rf"the disk of {small_disk}.* is full: [\d,]+ of 1,048,576 bytes"):
+        job.checkpoints.maybe_save(2, job.state)
+        job.checkpoints.finish()
+    assert [path.name for path in small_disk.iterdir() if path.suffix == ".part"] == []
+    assert shutil.disk_usage(small_disk).free == before
+    filler.unlink()
+    assert job.checkpoints.restore("auto")[0] == 1
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
+    job, limits = Job(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    job.step(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckFailed, match=r"more than the limit of 20,000 bytes; raise it \(`ulimit -f`\)"):
+            job.checkpoints.maybe_save(1, job.state)
+            job.checkpoints.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_another_models_checkpoint_is_refused_with_what_differs(saved: Job, tmp_path: Path) -> None:
+    wide = Job(tmp_path, model=SMALL.model_copy(update={"hidden": 48}))
+    with pytest.raises(ValueError, match=r"step_2 is not a checkpoint of this model: .*32.*48") as refused:
+        wide.checkpoints.restore(str(saved.folder / "step_2"))
+    assert "\n" not in str(refused.value)

@@ -114,7 +114,7 @@ def test_a_plan_and_a_dry_run_need_the_small_files_once(folder: Path, hub: Hub) 
     assert [code for code, _out, _err in results] == [0, 0, 0, 0, 2]
     assert plan[2] == f"megarl: org/model (main) is commit {commit}\n" and json.loads(plan[1])["model"] == "qwen3"
     assert f"path: org/model\n  revision: {commit}\n" in dry[1] and dry[1] == pinned[1]
-    assert "cannot create c.yaml/run" in last[2]
+    assert "cannot write to c.yaml/run" in last[2]
     asked = [path.rpartition("/")[2] for verb, path in hub.requests if verb == "GET" and "/tree/" not in path]
     small = sorted(asked[1:5])
     assert small == sorted(SMALL), "neither weights nor code nor what lies in subfolders"

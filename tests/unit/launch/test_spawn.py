@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ from megarl.config.load import parse_config
 from megarl.config.validate import check_config
 from megarl.launch.spawn import spawn_ranks
 from megarl.platform.env import Env
-name, folder, world = sys.argv[1:]
-run, launcher = {"name": name, "dir": folder}, {"processes": int(world)}
+name, folder, world, timeout_s = sys.argv[1:]
+run, launcher = {"name": name, "dir": folder}, {"processes": int(world), "timeout_s": int(timeout_s)}
 config = parse_config({"run": run, "model": {"create": {}}, "launch": launcher})
 try:
     sys.exit(spawn_ranks(config, check_config(config, Env.read()), "train"))
@@ -34,9 +35,9 @@ except ValueError as error:
 """
 
 
-def start(name: str, folder: Path, world: int = 2, **environ: str) -> subprocess.Popen[str]:
+def start(name: str, folder: Path, world: int = 2, timeout_s: int = 600, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, name, str(folder), str(world)],
+        [sys.executable, "-c", LAUNCH, name, str(folder), str(world), str(timeout_s)],
         env={**os.environ, "PYTHONPATH": STAND_IN, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,8 +50,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(*files: Path) -> None:
-    deadline = time.monotonic() + 20
+def wait_for(*files: Path, within_s: float = 20) -> None:
+    deadline = time.monotonic() + within_s
     while not all(file.exists() and (file.stat().st_size or "busy" in file.name) for file in files):
         assert time.monotonic() < deadline, f"none of {files}"
         time.sleep(0.02)
@@ -88,6 +89,7 @@ def test_done(tmp_path: Path) -> None:
     ups = [(tmp_path / "done" / f"up_{rank}").read_text().split()[1:] for rank in range(2)]
     assert ups[0] == ups[1], "ranks of a job share its id and its launcher"
     assert ups[0][2] == "3", "the user's thread count stays"
+    assert ups[0][3] == "lo", "nobody on the network can reach a port"
     assert (tmp_path / "done" / "config.yaml").exists()
 
 
@@ -99,6 +101,7 @@ def test_done(tmp_path: Path) -> None:
         ("defect", 1, None, "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'"),
         ("echo", 3, 1, "first"),
         ("killed", 1, 3, "rank 1 was killed by SIGKILL; out of memory?"),
+        ("checkpoint", 1, None, "rank 1 failed in start-up: CheckpointException: size mismatch of a tensor"),
     ],
 )
 def test_first_failure_is_said_once(tmp_path: Path, name: str, code: int, lines: int | None, said: str) -> None:
@@ -199,3 +202,77 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert [finish(process)[0] for process in both] == [0, 0]
     ids = {(tmp_path / f"done-{i}" / "up_0").read_text().split()[1] for i in range(2)}
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_long_before_the_timeout(tmp_path: Path, rank: int) -> None:
+    process, folder = start("forever", tmp_path, timeout_s=4), tmp_path / "forever"
+    wait_for(folder / "busy_0", folder / "busy_1")
+    pid, began = rank_pids(folder)[rank], time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    code, _out, err = finish(process)
+    assert code == 3 and time.monotonic() - began < 4 + 3  # half of the time-out, and the end of the ranks
+    assert f"refused to continue (start-up): rank {rank} (process {pid}) is stopped, by a signal or a debugger" in err
+    assert exit_file(folder) | {"error": "", "seconds": 0} == {
+        "code": 3, "rank": rank, "during": "start-up", "error": "", "seconds": 0, "world": 2
+    }  # fmt: skip
+    assert gone(*rank_pids(folder), within_s=1)
+
+
+@pytest.mark.long
+def test_rank_0_stopped_in_a_roll_call_is_named(tmp_path: Path) -> None:
+    """With a store in rank 0's process its peers would wait for ever."""
+    process, folder = start("rollcall", tmp_path, timeout_s=10), tmp_path / "rollcall"
+    wait_for(folder / "met_0", folder / "met_1", within_s=60)
+    pid = rank_pids(folder)[0]
+    os.kill(pid, signal.SIGSTOP)
+    code, _out, err = finish(process)
+    assert code == 3 and f"rank 0 (process {pid}) is stopped" in err, err
+
+
+@pytest.mark.long
+def test_a_roll_call_times_out_by_itself(tmp_path: Path) -> None:
+    process, folder = start("rollcall", tmp_path, timeout_s=2), tmp_path / "rollcall"
+    code, _out, err = finish(process)  # rank 0 runs, and never comes
+    assert (folder / "met_0").exists()
+    assert code == 3 and "rank 0 of 2 did not reach the second roll call within 2 s" in err, err
+
+
+def test_a_stopped_rank_is_reported_soon_and_may_go_on(tmp_path: Path) -> None:
+    process, folder = start("forever", tmp_path), tmp_path / "forever"
+    wait_for(folder / "busy_0", folder / "busy_1")
+    pid, began = rank_pids(folder)[1], time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    assert process.stderr
+    warning = process.stderr.readline()
+    assert time.monotonic() - began < 9
+    assert f"rank 1 (process {pid}) is stopped" in warning and f"`kill -CONT {pid}` continues it" in warning
+    assert "the run ends after 300 s" in warning
+    os.kill(pid, signal.SIGCONT)
+    assert process.stderr.readline() == "megarl: rank 1 goes on\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+
+
+def test_a_call_that_holds_the_gil_is_not_taken_for_a_stop(tmp_path: Path) -> None:
+    code, _out, err = finish(start("gil", tmp_path, timeout_s=5))  # a stopped rank would have 2.5 s, the call takes 3
+    assert (code, err) == (0, "")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "megarl-test", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_one_line_and_keeps_its_exit_code(small_disk: Path) -> None:
+    code, _out, err = finish(start("full", small_disk))
+    first, *rest = err.splitlines()
+    assert code == 3 and first.startswith(
+        f"megarl: refused to continue (start-up): the disk of {small_disk}/full (mounted"
+    )
+    assert rest == [f"megarl: {small_disk}/full/exit.json was not written (No space left on device)"]

@@ -1,5 +1,6 @@
 """Takes the place of megarl.launch.run_rl in launcher tests: a rank does what `run.name` says, without torch."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,13 +21,34 @@ def wait_for(file: Path) -> None:
         time.sleep(0.02)
 
 
+def roll_call(config, env, phase, folder: Path) -> None:
+    """Real ranks without a model: the store, gloo and the barrier; rank 0 waits to be stopped before it arrives."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from megarl.launch.heartbeat import make_store
+    from megarl.weights.transports.collective import Collective
+
+    store = make_store(env, timedelta(seconds=config.launch.timeout_s))
+    dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size)
+    transport = Collective(timeout_s=config.launch.timeout_s)
+    transport.barrier("the first roll call")
+    (folder / f"met_{env.rank}").write_text(str(os.getpid()))
+    if env.rank == 0:
+        wait_for(folder / "go")
+    phase.name = "sync"
+    transport.barrier("the second roll call")
+
+
 def run(config, env, phase) -> None:
     folder = Path(config.run.dir) / config.run.name
     name, rank = config.run.name.split("-")[0], env.rank
     print(f"hello from rank {rank} of {env.world_size}")
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
-    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {os.environ['OMP_NUM_THREADS']}")
+    threads, interface = os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
+    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {threads} {interface}")
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
@@ -42,6 +64,14 @@ def run(config, env, phase) -> None:
             raise CheckFailed("first")
         time.sleep(0.3)
         raise RuntimeError("connection closed by peer")
+    if name == "checkpoint" and rank == 1:  # as torch's CheckpointException, which is no Exception
+        raise type("CheckpointException", (BaseException,), {})("size mismatch\nof a tensor")
+    if name == "full" and rank == 1:
+        (folder / "large").write_bytes(bytes(2 << 20))
+    if name == "gil":
+        ctypes.PyDLL(None).sleep(3)  # holds the GIL
+    if name == "rollcall":
+        roll_call(config, env, phase, folder)
     if name == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "stubborn":
@@ -49,7 +79,7 @@ def run(config, env, phase) -> None:
             signal.signal(number, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
         (folder / f"child_{rank}").write_text(str(child.pid))
-    if name in ("defect", "user", "killed", "stubborn", "forever"):
+    if name in ("defect", "user", "killed", "stubborn", "forever", "checkpoint", "full"):
         (folder / f"busy_{rank}").touch()
         time.sleep(300)
 

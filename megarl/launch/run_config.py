@@ -1,0 +1,137 @@
+"""The configs of a run directory: one for each part of a run that was resumed with other settings.
+
+    config.yaml, config_2.yaml, ... --the newest--> compared with the new config --> refused, or config_<n>.yaml
+
+A resumed run continues what it has begun, so a setting that changes what is trained may not change by accident.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.config.load import load_config, resolved_yaml, run_dir
+from megarl.config.schema import Config
+
+# Keys and sections that may change when a run is resumed.
+FREE = {
+    "names": ("run.name", "run.dir"),
+    "length of the run": ("train.steps", "sft.until_accuracy"),
+    "what is recorded, and how often": ("eval.every", "eval.size", "eval.temperature", "checkpoint", "telemetry"),
+    "refusals": ("checks", "model.trust_remote_code"),
+    "layout: the same result to rounding": ("parallel", "launch", "sync", "rollout.tensor", "rollout.expert",
+                                            "rollout.replicas", "moe.dispatcher"),
+    "memory and speed: the same result to rounding": (
+        "train.max_tokens_per_microbatch", "train.logprob_chunk", "train.recompute", "train.recompute_modules",
+        "train.offload", "train.optimizer_cpu_offload", "rollout.gpu_memory_utilization", "rollout.cpu_kv_cache_gb",
+        "rollout.enforce_eager", "rollout.sleep_level",
+    ),
+}  # fmt: skip
+
+
+def make_run_dir(config: Config) -> None:
+    """Raises ValueError unless the run directory can be written to."""
+    folder = run_dir(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder} ({error.strerror}); set run.dir to a writable folder") from None
+
+
+def resumed_run(config: Config) -> Path | None:
+    """Returns the directory of the run whose checkpoint a run of `config` would resume; None if it starts afresh."""
+    resume, folder = config.checkpoint.resume, run_dir(config)
+    if resume not in ("auto", "never"):
+        return Path(resume).resolve().parent.parent
+    return folder if resume == "auto" and any((folder / "checkpoints").glob("step_*")) else None
+
+
+def check_resumed(config: Config) -> None:
+    """Raises ValueError if a run of `config` would resume a run that began with other settings."""
+    run = resumed_run(config)
+    if run is None or (file := _newest(run)) is None:
+        return
+    try:
+        old = load_config(file)
+    except ValueError as error:
+        raise ValueError(f"cannot compare with the run to be resumed: {error}; pass --resume-changed") from None
+    changes = {
+        key: values
+        for key, values in _changes(old, config).items()
+        if not any(f"{key}.".startswith(f"{free}.") for keys in FREE.values() for free in keys)
+    }
+    if changes:
+        raise ValueError(
+            f"the run to be resumed began with other settings ({file}): {_text(changes)}; pass --resume-changed to "
+            "continue with the new ones, or start over with checkpoint.resume=never or another run.name"
+        )
+
+
+def prepare_run_dir(config: Config, command: str) -> Path:
+    """Write the resolved config, and remove the exit record of an earlier run; returns the config's file."""
+    folder, text = run_dir(config), resolved_yaml(config)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "exit.json").unlink(missing_ok=True)
+    newest, resumed = _newest(folder), resumed_run(config)
+    if newest is None or command != "train" or resumed is None or not resumed.samefile(folder):
+        for file in folder.glob("config_*.yaml"):
+            file.unlink()
+        newest = folder / "config.yaml"
+    else:
+        changes: Mapping[str, Any] = {"everything": ("?", "?")}
+        with suppress(ValueError):
+            changes = _changes(load_config(newest), config)
+        if not changes:
+            return newest
+        newest = folder / f"config_{_number(newest) + 1}.yaml"
+        text = f"# Resumed; changed: {_text(changes)}\n{text}"
+    newest.write_text(text, encoding="utf-8")
+    return newest
+
+
+def _newest(run: Path) -> Path | None:
+    files = [file for file in run.glob("config_*.yaml") if file.stem.removeprefix("config_").isdecimal()]
+    first = run / "config.yaml"
+    return max(files, key=_number, default=first if first.is_file() else None)
+
+
+def _number(file: Path) -> int:
+    return int(file.stem.removeprefix("config").removeprefix("_") or 1)
+
+
+def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as well."""
+    before, after = (dict(_flat(config.model_dump(mode="json"))) for config in (old, new))
+    old_model, new_model = (Path(config.model.path or "") for config in (old, new))
+    if old_model.resolve() == new_model.resolve() or (
+        old_model.parent.name == new_model.parent.name == ".models" and old_model.name == new_model.name
+    ):  # of model.create, named by its values
+        before["model.path"] = after["model.path"]
+    else:
+        before, after = before | _model_values(old_model), after | _model_values(new_model)
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return {key: (before.get(key), after.get(key)) for key in keys}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _model_values(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, AttributeError):
+        return dict(_flat(json.loads((folder / "config.json").read_text()), "config.json: "))
+    return {}
+
+
+def _text(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in changes.items())
