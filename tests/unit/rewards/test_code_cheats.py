@@ -41,9 +41,11 @@ CHEATS = {
         "class E(metaclass=M): pass\ndef double(x): return E"
     ),
     "mock any": "from unittest.mock import ANY\ndef double(x): return ANY",
-    "magic mock": "from unittest.mock import MagicMock as M\nm = M()\nm.__eq__.return_value = True\ndouble = lambda x: m",
+    "magic mock": (
+        "from unittest.mock import MagicMock\nm = MagicMock()\nm.__eq__.return_value = True\ndef double(x): return m"
+    ),
     "index lies": "class I(int):\n    def __index__(self): return 6\ndef double(x): return I(0)",
-    "tolist lies": "class A:\n    def tolist(self): return self\n    __eq__ = lambda *a: True\ndef double(x): return A()",
+    "tolist lies": "class A:\n    tolist = lambda a: a\n    __eq__ = lambda *a: True\ndef double(x): return A()",
     "approx": "import pytest\ndef double(x): return pytest.approx(0, abs=1e9)",
     "nan": "def double(x): return float('nan')",
     "infinite": "def double(x): return float('inf')",
