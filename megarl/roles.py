@@ -60,7 +60,7 @@ class Rollouts(Protocol):
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
 
 
-# Returns metrics, or raises CheckFailed to refuse the update.
+# Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to refuse the update.
 Gate = Callable[[ScoredBatch], Mapping[str, float]]
 
 

@@ -134,7 +134,7 @@ class ScoredBatch(TrainBatch):
 class TokenScores:
     """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the mask is False."""
 
-    old_logprobs: Tensor  # [T]
+    old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
     ref_logprobs: Tensor | None  # [T]; None: the objective has no reference term
 
 

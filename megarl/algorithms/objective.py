@@ -60,8 +60,9 @@ class Objective:
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
-        if algorithm.needs_reference:
+        if algorithm.needs_reference and self.reads_old_logprobs:
             assert scores.ref_logprobs is not None, "the KL term needs reference log-probs"
+            assert scores.old_logprobs is not None, "a KL penalty needs the trainer's log-probs before the update"
             old_T = clean(self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(scores.ref_logprobs, batch.mask)
             if kl.where == "reward":
@@ -85,6 +86,14 @@ class Objective:
             kl_coef=coef,
         )
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether something before the update reads the trainer's log-probs."""
+        kl = self.algorithm.kl
+        return self.selects_tokens or (
+            self.algorithm.needs_reference and (kl.where == "reward" or kl.target is not None)
+        )
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
         """[T] fp64: each token's share of the loss of its update."""

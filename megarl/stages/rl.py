@@ -44,9 +44,11 @@ def train(run: RlRun) -> None:
                 rollout = run.rollouts.collect(run.prompts, run.prompts_per_step, version=step)
             batch = run.collate(rollout.groups)
             with run.phases.train():
-                scores = run.learner.score(batch)  # old log-probs; and the reference's when the objective has a KL term
+                scores = run.learner.score(batch)  # what the objective needs before the update
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
-                update = run.learner.update(scored, gate=run.checks.parity)  # the gate acts before the first update
+                update = run.learner.update(
+                    scored, gate=run.checks.parity
+                )  # the gate acts before the first optimizer step
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():
                 sync = run.weights.publish(version=step + 1)

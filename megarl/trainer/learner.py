@@ -14,7 +14,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
-from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenScores, TrainBatch, UpdateReport
+from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
 
 
 @dataclass(frozen=True)
@@ -34,36 +34,61 @@ class PolicyLearner:
         return cls(trainer, objective, reference, seed)
 
     def score(self, batch: TrainBatch) -> TokenScores:
-        """Returns log-probs of `labels` under the current weights, and under the reference if there is one."""
+        """Returns log-probs of `labels` under the current weights, and under the reference if there is one.
+
+        No forward pass is made that the update would repeat: if nothing reads the former before it, they are None.
+        """
+        needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1
         with self.span("logprobs"):
-            old_T, ref_T = self._logprobs(batch), None
+            old_T, ref_T = self._logprobs(batch) if needs_old else None, None
             if self.reference is not None:
                 with self.reference.in_place_of(self.trainer.parameters_by_name()):
                     ref_T = self._logprobs(batch)
             return TokenScores(old_T, ref_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
-        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch."""
+        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
+
+        The gate sees the batch with its old log-probs: before the update, or where they are those of the update's own
+        forward pass, between its backward pass and the optimizer's step.
+        """
         plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
-        if batch.old_logprobs is None and (gate or len(plan.rows) > 1 or self.objective.selects_tokens):
+        if batch.old_logprobs is None and (len(plan.rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))
-        metrics = {"packing/efficiency": plan.efficiency}
-        if gate is not None and batch.old_logprobs is not None:
-            metrics |= gate(batch)
+        metrics: dict[str, float] = {"packing/efficiency": plan.efficiency}
+
+        def judge(outputs: TokenOutputs) -> None:
+            if gate is not None:
+                metrics.update(gate(replace(batch, old_logprobs=outputs.logprobs_T)))
+
+        is_scored = batch.old_logprobs is not None
+        if is_scored:
+            judge(TokenOutputs(batch.old_logprobs))
+        before_step = None if is_scored or gate is None else judge
         with self.span("update"):
             weights_T = self.objective.weights(batch, plan)
-            updates = tuple(self._update(batch, part, weights_T, i) for i, part in enumerate(plan.updates()))
+            updates = tuple(
+                self._update(batch, part, weights_T, i, before_step) for i, part in enumerate(plan.updates())
+            )
             self.trainer.finish_batch()
         return StepReport(updates, metrics)
 
-    def _update(self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int) -> UpdateReport:
+    def _update(
+        self,
+        batch: ScoredBatch,
+        plan: MicrobatchPlan,
+        weights_T: Tensor,
+        index: int,
+        before_step: Callable[[TokenOutputs], None] | None,
+    ) -> UpdateReport:
         select_T = None
         if self.objective.selects_tokens:
             seed = self.seed + 1000 * self.trainer.scheduler.step + index
             logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)
             assert logprobs_T is not None
             select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
-        report = self.trainer.step(batch, plan, self.objective.loss(batch, select_T), weights_T)
+        loss = self.objective.loss(batch, select_T)
+        report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step)
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
 
     def _logprobs(self, batch: TrainBatch) -> Tensor:

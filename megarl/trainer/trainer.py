@@ -10,7 +10,7 @@ Every rank must call every method, in the same order, and gets the same result.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,28 +133,39 @@ class Trainer:
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read."""
-        fields = self.head.fields(entropy=False)
-        outputs = torch.zeros(len(fields), batch.num_tokens, device=self.device)
+        outputs = self._no_outputs(batch)
 
         def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            if self._owns_outputs:
-                outputs[:, rows.index.to(self.device)] = torch.stack([getattr(read, name) for name in fields])
+            self._write(outputs, rows, read)
             return outputs.new_zeros(())
 
         self._run(batch, self.microbatches(batch), write, train=False)
-        dist.all_reduce(outputs)  # each rank has written its rows into zeros
-        return TokenOutputs(**dict(zip(fields, outputs.cpu(), strict=True)))
+        return self._gathered(outputs)
 
-    def step(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> UpdateReport:
+    def step(
+        self,
+        batch: TokenBatch,
+        plan: MicrobatchPlan,
+        loss: Loss,
+        weights_T: Tensor,
+        *,
+        before_step: Callable[[TokenOutputs], None] | None = None,
+    ) -> UpdateReport:
         """Takes one optimizer step on the rows of `plan`, which must have one update.
 
         The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so
         the split into micro-batches and ranks does not matter. The step is skipped if the gradient is not finite, or if
         no token is trained, because Adam's momentum alone would change the weights.
+
+        `before_step` is called after the backward pass with the outputs of the forward pass, as `forward` returns them.
+        If it raises, nothing has changed.
         """
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
         lr = self.scheduler.lr
+        outputs = self._no_outputs(batch)
         if not num_tokens:
+            if before_step is not None:
+                before_step(self._gathered(outputs))
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
@@ -162,7 +173,14 @@ class Trainer:
         microbatches = self._pack(batch, ranks[self.layout.dp.rank])
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
-        self._run(batch, microbatches, sums, train=True)
+
+        def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
+            self._write(outputs, rows, read)
+            return sums(rows, read)
+
+        self._run(batch, microbatches, on_outputs, train=True)
+        if before_step is not None:
+            before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
         grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device)
         totals = global_sums(sums.totals, counts=self._owns_outputs)
@@ -201,6 +219,20 @@ class Trainer:
         forward_backward(
             self.model, microbatches, self.head, options, on_outputs, context=self.groups.context, train=train
         )
+
+    def _no_outputs(self, batch: TokenBatch) -> Tensor:
+        return torch.zeros(len(self.head.fields(entropy=False)), batch.num_tokens, device=self.device)
+
+    def _write(self, outputs: Tensor, rows: MicrobatchRows, read: TokenOutputs) -> None:
+        """Writes what the head read of a micro-batch into `outputs` [fields, T]."""
+        if self._owns_outputs:
+            read_FM = torch.stack([getattr(read, name) for name in self.head.fields(entropy=False)])
+            outputs[:, rows.index.to(self.device)] = read_FM.detach()
+
+    def _gathered(self, outputs: Tensor) -> TokenOutputs:
+        """Sums over the ranks: each has written its rows into zeros. Returns [T] fp32 on the CPU."""
+        dist.all_reduce(outputs)
+        return TokenOutputs(**dict(zip(self.head.fields(entropy=False), outputs.cpu(), strict=True)))
 
     @property
     def _owns_outputs(self) -> bool:

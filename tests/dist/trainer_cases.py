@@ -245,11 +245,14 @@ class Policy:
         return self.learner.trainer
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
-        return self.learner.score(batch).old_logprobs
+        logprobs_T = self.trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        return logprobs_T
 
     def score(self, batch: TrainBatch, logprobs: TokenScores | None = None) -> ScoredBatch:
         objective = self.learner.objective
-        return objective.advantages(batch, logprobs or self.learner.score(batch), objective.initial_state())[0]
+        scores = logprobs or replace(self.learner.score(batch), old_logprobs=self.logprobs(batch))
+        return objective.advantages(batch, scores, objective.initial_state())[0]
 
     def update(self, scored: ScoredBatch) -> StepReport:
         return self.learner.update(scored)

@@ -235,6 +235,18 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
+        "self._logprobs(batch) if needs_old else None, None",
+        "self._logprobs(batch), None",
+        f"{LEARNER}::test_no_forward_pass_is_made_twice",
+    ),
+    (
+        "trainer/learner.py",
+        "before_step = None if is_scored or gate is None else judge",
+        "before_step = None",
+        f"{LEARNER}::test_a_refusal_leaves_everything_untouched",
+    ),
+    (
+        "trainer/learner.py",
         "logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)",
         "logprobs_T = batch.old_logprobs",
         f"{LEARNER}::test_tokens_are_selected_by_the_policy_before_each_update",

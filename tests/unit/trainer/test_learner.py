@@ -11,8 +11,9 @@ from tiny_trainer import build, make_batch
 from torch import Tensor
 
 from megarl.algorithms.objective import Objective
-from megarl.config.schema import Algorithm
+from megarl.config.schema import Algorithm, Moe
 from megarl.data.packing import plan_microbatches
+from megarl.trainer import trainer as trainer_module
 from megarl.trainer.heads import ValueHead
 from megarl.trainer.learner import PolicyLearner
 from megarl.types import CheckFailed, ScoredBatch, TokenLosses
@@ -49,22 +50,61 @@ def test_the_learning_rate_advances_once_a_batch(tmp_path: Path) -> None:
     learner.trainer.close()
 
 
-def test_a_refusal_leaves_everything_untouched(tmp_path: Path) -> None:
-    learner, scored = make_learner(tmp_path)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_refusal_leaves_everything_untouched(tmp_path: Path, updates: int) -> None:
+    """With one update on a batch the gate acts after its backward pass, with more before the first."""
+    create = {"family": "glm4_moe", "layers": 3, "experts": 4}  # its routers have biases
+    trained = {"create": create, "moe": Moe(bias_update_rate=0.01), "updates_per_step": updates}
+    learner, scored = make_learner(tmp_path, **trained)
     learner.update(scored)
+    expected_T = learner.trainer.forward(scored).logprobs_T
+    assert (scored.old_logprobs is None) == (updates == 1) and expected_T is not None
     seen = []
 
     def refuse(batch: ScoredBatch) -> dict[str, float]:
         seen.append(batch.old_logprobs)
+        learner.trainer.forward(batch)  # as where the floor is measured
         raise CheckFailed("no")
 
     before = state_of(learner)
     with pytest.raises(CheckFailed, match="no"):
         learner.update(scored, gate=refuse)
-    assert same(before, state_of(learner)) and torch.equal(seen[0], scored.old_logprobs)
+    assert same(before, state_of(learner))
+    assert torch.equal(seen[0], expected_T if updates == 1 else scored.old_logprobs)
     report = learner.update(scored, gate=lambda batch: {"logprob_diff/max": 0.5})
-    assert report.metrics["logprob_diff/max"] == 0.5
+    assert report.metrics["logprob_diff/max"] == 0.5 and len(report.updates) == updates
     assert not same(before, state_of(learner))
+    learner.trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "passes"),
+    [
+        ({}, {}, 1),
+        ({"kl": {"where": "loss", "coef": 0.1}}, {}, 2),  # the reference
+        ({"kl": {"where": "reward", "coef": 0.1}}, {}, 3),
+        ({"kl": {"where": "loss", "coef": 0.1, "target": 0.1, "horizon": 100}}, {}, 3),
+        ({"loss": "kl_cov"}, {}, 2),
+        ({}, {"updates_per_step": 2}, 3),
+    ],
+)
+def test_no_forward_pass_is_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict, train: dict, passes: int
+) -> None:
+    made, run = [], trainer_module.forward_backward
+    monkeypatch.setattr(trainer_module, "forward_backward", lambda *args, **kw: (made.append(1), run(*args, **kw)))
+    objective = Objective(Algorithm(advantage="reinforce", **algorithm))
+    learner, scored = make_learner(tmp_path, objective, **train)
+    learner.update(scored, gate=lambda batch: {"seen": float(batch.old_logprobs[batch.mask].sum())})
+    assert len(made) == passes
+    learner.trainer.close()
+
+
+def test_the_gate_sees_a_batch_that_trains_nothing(tmp_path: Path) -> None:
+    learner, scored = make_learner(tmp_path)
+    scored = replace(scored, mask=torch.zeros_like(scored.mask))
+    report = learner.update(scored, gate=lambda batch: {"tokens": float(batch.old_logprobs.numel())})
+    assert report.updates[0].skipped and report.metrics["tokens"] == scored.num_tokens
     learner.trainer.close()
 
 
@@ -84,20 +124,27 @@ def test_tokens_are_selected_by_the_policy_before_each_update(tmp_path: Path) ->
     objective = Watched(algorithm)
     learner, scored = make_learner(tmp_path, objective, updates_per_step=2, lr=3e-2)
     learner.update(scored)
+    assert scored.old_logprobs is not None
     assert len(objective.selected_by) == 2 and torch.equal(objective.selected_by[0], scored.old_logprobs)
     assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, "the first update moved them"
     learner.trainer.close()
 
 
+@pytest.mark.parametrize("kl", [None, {"where": "loss", "coef": 0.1}])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_log_probs_that_were_not_scored_are_those_before_the_update(tmp_path: Path, updates: int) -> None:
+def test_log_probs_that_were_not_scored_are_those_before_the_update(
+    tmp_path: Path, updates: int, kl: dict | None
+) -> None:
+    """Bit for bit: the forward pass that scores makes the micro-batches of the update."""
     reports = []
+    objective = Objective(Algorithm(advantage="reinforce", **({"kl": kl} if kl else {})))
     for is_scored in (True, False):
-        learner, scored = make_learner(tmp_path, updates_per_step=updates)
-        scored = scored if is_scored else replace(scored, old_logprobs=None)
-        reports.append([(update.loss, update.grad_norm) for update in learner.update(scored).updates])
+        learner, scored = make_learner(tmp_path, objective, updates_per_step=updates)
+        old_T = learner.trainer.forward(scored).logprobs_T if is_scored else None
+        report = learner.update(replace(scored, old_logprobs=old_T))
+        reports.append([(update.loss, update.grad_norm, update.metrics) for update in report.updates])
         learner.trainer.close()
-    assert reports[0] == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in reports[1]]
+    assert reports[0] == reports[1]
     assert len(reports[0]) == updates and reports[0][0][1] > 1e-3
 
 
