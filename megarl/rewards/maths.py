@@ -38,6 +38,7 @@ mathrm mathbf mathit mathbb operatorname displaystyle begin end pmatrix bmatrix 
 varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi
 Pi Sigma Phi Psi Omega , ; ! : \\ { } $ %
 """
+OPENING = re.compile(r"(?:[\s$]|\\left)*\\?([({\[])")
 COMMANDS = {*KNOWN.split(), " "}  # math-verify reads these as they are meant
 
 
@@ -111,8 +112,14 @@ def _is_comparable(text: str, answer: str) -> bool:
         and not _commands(text) - COMMANDS - _commands(answer)
         and not (SPACED.search(text) or SUBSCRIPTED.search(text))
         and HIDDEN.findall(text) == HIDDEN.findall(answer)
+        and ("," not in answer or _opening(text) in ("", _opening(answer)))  # {1, 2} is not (1, 2)
         and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
     )
+
+
+def _opening(text: str) -> str:
+    match = OPENING.match(text)
+    return match[1] if match else ""
 
 
 def _commands(text: str) -> set[str]:
