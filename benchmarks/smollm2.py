@@ -40,7 +40,7 @@ FIGURES = {"sampled_accuracy": "sampled", "accuracy": "greedy"}
 Row = Mapping[str, Any]
 
 
-def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[list[Row], list[Row]]:
+def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Returns the lines of metrics.jsonl and eval.jsonl."""
     command = [sys.executable, "-m", "megarl.cli", "train", "configs/smollm2.yaml", f"model.path={model.resolve()}"]
     subprocess.run([*command, f"run.dir={folder}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)
@@ -48,7 +48,7 @@ def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[list[Row], li
 
 
 def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
-    runs: dict[int, tuple[list[Row], list[Row]]] = {}
+    runs: dict[int, tuple[Sequence[Row], Sequence[Row]]] = {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
