@@ -68,7 +68,7 @@ def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
     draw(runs, ROOT / "docs" / "smollm2.png")
 
 
-def draw(runs: Mapping[int, tuple[list[Row], list[Row]]], file: Path) -> None:
+def draw(runs: Mapping[int, tuple[Sequence[Row], Sequence[Row]]], file: Path) -> None:
     """Reward of each step, and held-out accuracy with its 95% interval, of each seed."""
     matplotlib.use("Agg")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True, layout="constrained")
