@@ -40,7 +40,7 @@ FIGURES = {"sampled_accuracy": "sampled", "accuracy": "greedy"}
 Row = Mapping[str, Any]
 
 
-def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[list[Row], list[Row]]:
+def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Returns the lines of metrics.jsonl and eval.jsonl."""
     command = [sys.executable, "-m", "megarl.cli", "train", "configs/smollm2.yaml", f"model.path={model.resolve()}"]
     subprocess.run([*command, f"run.dir={folder}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)
@@ -48,7 +48,7 @@ def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[list[Row], li
 
 
 def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
-    runs: dict[int, tuple[list[Row], list[Row]]] = {}
+    runs: dict[int, tuple[Sequence[Row], Sequence[Row]]] = {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             began = time.monotonic()
@@ -68,7 +68,7 @@ def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
     draw(runs, ROOT / "docs" / "smollm2.png")
 
 
-def draw(runs: Mapping[int, tuple[list[Row], list[Row]]], file: Path) -> None:
+def draw(runs: Mapping[int, tuple[Sequence[Row], Sequence[Row]]], file: Path) -> None:
     """Reward of each step, and held-out accuracy with its 95% interval, of each seed."""
     matplotlib.use("Agg")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True, layout="constrained")
