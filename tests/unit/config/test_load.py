@@ -253,13 +253,13 @@ BOMB = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}
 def test_yaml_that_is_a_trap_is_one_line_at_once(tmp_path: Path, text: str, line: int | None, part: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ValueError) as caught:
         load_config(file)
     message = str(caught.value)
     assert type(caught.value) is ValueError and "\n" not in message and len(message) < 500
     assert part in message and message.startswith(f"{file} line {line or ''}"), message
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("value", ["[" * 5000, "&a [*a]", "9" * 5000, "!!python/object/apply:os.system ['true']", "\0"])

@@ -81,11 +81,11 @@ def test_a_header_longer_than_its_file(tmp_path: Path, length: int) -> None:
     assert_refused(tmp_path, "model.safetensors has", "no complete header")
 
 
-def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, b"", length=8 << 30)
+def test_a_long_header_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, b"", length=1 << 27)
     with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.truncate(9 << 30)  # of holes
-    assert_refused(tmp_path, "model.safetensors", "a header of 8589934592 bytes")
+        file.truncate(1 << 28)  # of holes
+    assert_refused(tmp_path, "model.safetensors", "a header of 134217728 bytes")
 
 
 @pytest.mark.parametrize("content", [b"", b"abc"])
