@@ -16,7 +16,14 @@ import pytest
 
 from megarl.jail import jailed, sandbox, syscalls
 from megarl.jail.sandbox import Limits, missing_limits, run_program
-from tests.unit.jail.crippled import NO_NAMESPACE, NO_OWN_USER, PLAIN_USER, USER_NAMESPACE, crippled_server
+from tests.unit.jail.crippled import (
+    NO_NAMESPACE,
+    NO_OWN_USER,
+    NO_PIVOT_ROOT,
+    PLAIN_USER,
+    USER_NAMESPACE,
+    crippled_server,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
 
@@ -305,9 +312,11 @@ MACHINES = {  # what of the jail works there; as for a plain user, who may not r
     "root": (),
     "a user namespace": (USER_NAMESPACE,),
     "a plain user": (PLAIN_USER,),
+    "no root of its own": (NO_PIVOT_ROOT,),
     "Landlock alone": (NO_NAMESPACE,),
 }
 HAS_NAMESPACES = subprocess.run(["unshare", "-Urm", "true"], stderr=subprocess.DEVNULL).returncode == 0
+HAVE_ROOTS = ("root", "a user namespace", "a plain user")
 SHORT = ("root", "Landlock alone")
 IMPORTED = ("ctypes", "errno", "fcntl", "mmap", "resource", "select", "signal", "socket", "struct", "threading")
 
@@ -322,7 +331,7 @@ def test_nothing_escapes(outside, monkeypatch, tmp_path, machine):
     server = crippled_server(tmp_path, *MACHINES[machine], modules=IMPORTED)
     monkeypatch.setattr(sandbox, "SERVER", server)
     has_own_root = run_program("import os; print(os.path.exists('/proc/self'))", "", LIMITS).output == b"False\n"
-    assert has_own_root == (machine != "Landlock alone" and HAS_NAMESPACES)
+    assert has_own_root == (machine in HAVE_ROOTS and HAS_NAMESPACES)
     assert run_all(ATTEMPTS | (WITH_OWN_ROOT if has_own_root else {}), outside) == {}
     server.close()
 
