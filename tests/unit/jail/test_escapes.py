@@ -132,7 +132,7 @@ ATTEMPTS = {
     "utime": ("os.utime('OUTSIDE')", "PermissionError"),
     "truncate": ("os.truncate('OUTSIDE', 0)", "PermissionError"),
     "inotify": ("call('inotify_init1', 0)", "EPERM"),
-    "fanotify": ("call('fanotify_init', 0, 0)", "EPERM"),
+    "fanotify": ("call('fanotify_init', 0x200, 0)", "EPERM"),
     "dnotify, lease, lock": ("for c in (1026, 1024, 6): call('fcntl', 0, c, 0)", "EPERM"),
     "flock": ("call('flock', os.open('SITE/numpy/version.py', 0), 2)", "EPERM"),
     "page cache": ("call('mincore', 0, 4096, bytes(8)); call('preadv2', 0, 0, 0, 0, 0, 8)", "EPERM"),
