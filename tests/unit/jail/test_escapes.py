@@ -340,6 +340,6 @@ def test_threads_are_counted_where_the_kernel_does_not(monkeypatch, tmp_path):
     """As for a plain user without namespaces, whose other processes RLIMIT_NPROC counts as well."""
     monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path, NO_NAMESPACE, NO_OWN_USER))
     code = "import threading, time\nthreading.stack_size(1 << 16)\n"
-    code += "for _ in range({}): threading.Thread(target=time.sleep, args=(0.4,)).start()"
-    assert run_program(code.format(jailed.MAX_THREADS), "", LIMITS).kind == "threads"
-    assert run_program(code.format(jailed.MAX_THREADS - 1), "", LIMITS).kind == ""
+    code += "for _ in range({}): threading.Thread(target=time.sleep, args=({},)).start()"
+    assert run_program(code.format(jailed.MAX_THREADS, 9), "", LIMITS).kind == "threads"
+    assert run_program(code.format(jailed.MAX_THREADS - 1, 0.4), "", LIMITS).kind == ""
