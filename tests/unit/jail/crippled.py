@@ -10,6 +10,7 @@ from megarl.jail.fork_server import ForkServer
 
 # file, text, replacement
 NO_NAMESPACE = ("filesystem.py", "    user, group = os.geteuid(), os.getegid()\n", "    raise OSError\n")
+NO_PIVOT_ROOT = ("filesystem.py", "PIVOT_ROOT[os.uname().machine]", "9999")
 USER_NAMESPACE = ("filesystem.py", "LIBC.unshare(CLONE_NEWNS) == 0", "False")
 PLAIN_USER = (
     "jailed.py",

@@ -16,7 +16,14 @@ import pytest
 
 from megarl.jail import jailed, sandbox, syscalls
 from megarl.jail.sandbox import Limits, missing_limits, run_program
-from tests.unit.jail.crippled import NO_NAMESPACE, NO_OWN_USER, PLAIN_USER, USER_NAMESPACE, crippled_server
+from tests.unit.jail.crippled import (
+    NO_NAMESPACE,
+    NO_OWN_USER,
+    NO_PIVOT_ROOT,
+    PLAIN_USER,
+    USER_NAMESPACE,
+    crippled_server,
+)
 
 pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
 
@@ -125,7 +132,7 @@ ATTEMPTS = {
     "utime": ("os.utime('OUTSIDE')", "PermissionError"),
     "truncate": ("os.truncate('OUTSIDE', 0)", "PermissionError"),
     "inotify": ("call('inotify_init1', 0)", "EPERM"),
-    "fanotify": ("call('fanotify_init', 0, 0)", "EPERM"),
+    "fanotify": ("call('fanotify_init', 0x200, 0)", "EPERM"),
     "dnotify, lease, lock": ("for c in (1026, 1024, 6): call('fcntl', 0, c, 0)", "EPERM"),
     "flock": ("call('flock', os.open('SITE/numpy/version.py', 0), 2)", "EPERM"),
     "page cache": ("call('mincore', 0, 4096, bytes(8)); call('preadv2', 0, 0, 0, 0, 0, 8)", "EPERM"),
@@ -305,9 +312,11 @@ MACHINES = {  # what of the jail works there; as for a plain user, who may not r
     "root": (),
     "a user namespace": (USER_NAMESPACE,),
     "a plain user": (PLAIN_USER,),
+    "no root of its own": (NO_PIVOT_ROOT,),
     "Landlock alone": (NO_NAMESPACE,),
 }
 HAS_NAMESPACES = subprocess.run(["unshare", "-Urm", "true"], stderr=subprocess.DEVNULL).returncode == 0
+HAVE_ROOTS = ("root", "a user namespace", "a plain user")
 SHORT = ("root", "Landlock alone")
 IMPORTED = ("ctypes", "errno", "fcntl", "mmap", "resource", "select", "signal", "socket", "struct", "threading")
 
@@ -322,7 +331,7 @@ def test_nothing_escapes(outside, monkeypatch, tmp_path, machine):
     server = crippled_server(tmp_path, *MACHINES[machine], modules=IMPORTED)
     monkeypatch.setattr(sandbox, "SERVER", server)
     has_own_root = run_program("import os; print(os.path.exists('/proc/self'))", "", LIMITS).output == b"False\n"
-    assert has_own_root == (machine != "Landlock alone" and HAS_NAMESPACES)
+    assert has_own_root == (machine in HAVE_ROOTS and HAS_NAMESPACES)
     assert run_all(ATTEMPTS | (WITH_OWN_ROOT if has_own_root else {}), outside) == {}
     server.close()
 
@@ -331,6 +340,6 @@ def test_threads_are_counted_where_the_kernel_does_not(monkeypatch, tmp_path):
     """As for a plain user without namespaces, whose other processes RLIMIT_NPROC counts as well."""
     monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path, NO_NAMESPACE, NO_OWN_USER))
     code = "import threading, time\nthreading.stack_size(1 << 16)\n"
-    code += "for _ in range({}): threading.Thread(target=time.sleep, args=(0.4,)).start()"
-    assert run_program(code.format(jailed.MAX_THREADS), "", LIMITS).kind == "threads"
-    assert run_program(code.format(jailed.MAX_THREADS - 1), "", LIMITS).kind == ""
+    code += "for _ in range({}): threading.Thread(target=time.sleep, args=({},)).start()"
+    assert run_program(code.format(jailed.MAX_THREADS, 9), "", LIMITS).kind == "threads"
+    assert run_program(code.format(jailed.MAX_THREADS - 1, 0.4), "", LIMITS).kind == ""
