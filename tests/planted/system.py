@@ -214,7 +214,7 @@ SYSTEM = [
         "jail/fork_server.py",
         "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         "pass",
-        f"{FORK_SERVER}::test_a_dead_server_is_started_again",
+        f"{FORK_SERVER}::test_server_and_children_end_with_the_caller",
     ),
     (
         "jail/fork_server.py",
