@@ -418,4 +418,10 @@ BATCHES = [
         "all(words)",
         f"{JUDGES}::test_an_answer_runs_no_code",
     ),
+    (
+        "data/task_judge.py",
+        'for expression in (text.lstrip(" \\t"), text.strip()):',
+        'for expression in (text.lstrip(" \\t"),):',
+        f"{JUDGES}::test_an_answer_runs_no_code[spiral_matrix]",
+    ),
 ]
