@@ -84,15 +84,16 @@ def make_judge(context: tuple[str, Mapping[str, Any]]) -> Callable[[str, Mapping
 
 
 def is_inert(text: str, entry: Mapping[str, Any]) -> bool:
-    """Whether ``eval(text)`` could only make literals, or fail to parse."""
-    try:
-        ast.parse(text.lstrip(" \t"), mode="eval")
-    except (SyntaxError, ValueError):
-        return True
-    try:
-        ast.literal_eval(text)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return False
+    """Whether ``eval`` of the text, stripped or not, could only make literals, or fail to parse."""
+    for expression in (text.lstrip(" \t"), text.strip()):
+        try:
+            ast.parse(expression, mode="eval")
+        except (SyntaxError, ValueError):
+            continue
+        try:
+            ast.literal_eval(expression)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return False
     return True
 
 

@@ -88,7 +88,6 @@ class ForkServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: subprocess.Popen[bytes] | None = None
     requests: socket.socket | None = None
-    owner: int = 0  # process id of the caller; its forks start their own server
 
     def start(self, target: str, spec: Any, descriptors: Sequence[int] = ()) -> Child:
         """Runs ``function(spec, *descriptors)`` in a forked child; `target` is "module:function", `spec` is pickled.
@@ -130,16 +129,14 @@ class ForkServer:
             self._stop()
 
     def _running(self) -> socket.socket:
-        if self.owner != os.getpid():
-            self.process = self.requests = None
+        # in a fork of the caller, poll() finds no such child, hence a fork starts its own server
         if self.requests is None or self.process is None or self.process.poll() is not None:
             self._stop()
             self.requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.requests.settimeout(START_S)
-            self.owner = os.getpid()
             with server_end:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", "-s", "-B", __file__, str(server_end.fileno()), str(self.owner)],
+                    [sys.executable, "-S", "-P", "-s", "-B", __file__, str(server_end.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

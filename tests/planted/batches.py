@@ -403,7 +403,7 @@ BATCHES = [
     (
         "rewards/maths.py",
         "and ARITHMETIC.fullmatch(last) and UNDONE.search(last)",
-        "and UNDONE.search(last) is None and not last",
+        "and False",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (
@@ -453,5 +453,11 @@ BATCHES = [
         "all(word in names for word in words)",
         "all(words)",
         f"{JUDGES}::test_an_answer_runs_no_code",
+    ),
+    (
+        "data/task_judge.py",
+        'for expression in (text.lstrip(" \\t"), text.strip()):',
+        'for expression in (text.lstrip(" \\t"),):',
+        f"{JUDGES}::test_an_answer_runs_no_code[spiral_matrix]",
     ),
 ]

@@ -196,7 +196,7 @@ SYSTEM = [
         "jail/fork_server.py",
         "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         "pass",
-        f"{FORK_SERVER}::test_a_dead_server_is_started_again",
+        f"{FORK_SERVER}::test_server_and_children_end_with_the_caller",
     ),
     (
         "jail/fork_server.py",
@@ -206,8 +206,8 @@ SYSTEM = [
     ),
     (
         "jail/fork_server.py",
-        "if self.owner != os.getpid():",
-        "if False:",
+        "self.process is None or self.process.poll() is not None:",
+        "self.process is None:",
         f"{FORK_SERVER}::test_a_fork_of_the_caller_starts_its_own_server",
     ),
     (

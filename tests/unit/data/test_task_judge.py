@@ -111,6 +111,7 @@ def exploits(folder: Path) -> list[str]:
     judged = "__import__('sys')._getframe(1).f_locals"
     return [
         f"__import__('os').system({shell!r})",
+        *(f"{space}__import__('os').system({shell!r})" for space in ("\n", " \n ", "\u00a0", "\x0c", "\u2003\n")),
         f"open({str(folder / 'file')!r}, 'w').write('x')",
         f"().__class__.__base__.__subclasses__()[-1].__init__.__globals__['system']({shell!r})",
         f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0]({shell!r}, shell=True)",
@@ -126,6 +127,7 @@ def exploits(folder: Path) -> list[str]:
         "entry['answer']",
         "oracle_answer",
         "oracle_answer.split()",
+        "\u00a0oracle_answer.split()",
         "entry['metadata']['solution']",
         "[entry['metadata']['valid_answers'][0].split()]",
         "valid_solutions[0]",

@@ -55,7 +55,8 @@ def orphan(spec, out):
     if pid := os.fork():
         os.write(out, str(pid).encode())
     else:
-        time.sleep(600)
+        os.close(out)
+        time.sleep(60)
 """
 
 
