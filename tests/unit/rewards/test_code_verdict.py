@@ -126,8 +126,8 @@ SHAPES = {
     "all over a range": ("assert all([f(i) == i * i for i in range(1, 4)])", "def f(x): return x * x"),
     "all of a generator": ("assert all(f(i) == i * i for i in range(1, 4))", "def f(x): return x * x"),
     "a method of the result": ("assert f(1).lower() == 'x'", "def f(x): return 'X'"),
-    "a predicate of the result": ("assert f(1).startswith('abc') and F(1).startswith('abc')",
-                                  "def f(x): return 'abcd'\nF = f"),
+    "a predicate of the result": ("assert f(1).startswith('abc')", "def f(x): return 'abcd'"),
+    "a predicate of the result, a capital": ("assert F(1).startswith('abc')", "def F(x): return 'abcd'"),
     "a count in the result": ("assert f(1).count('b')", "def f(x): return 'abc'"),
     "an item of the result": ("assert f(1)[0] == 3", "def f(x): return [3]"),
     "in the result": ("assert 3 in f(1) and 5 not in f(1)", "def f(x): return [3, 4]"),
@@ -175,7 +175,8 @@ SHAPES = {
         "class Stack:\n    SIZE = 9\n    def __init__(self, items): self.items = items; self.me = self\n"
         "    def push(self, item): self.items.append(item)\n    def pop(self): return self.items.pop()\n"
         "    def __len__(self): return len(self.items)\n    def __getitem__(self, at): return self.items[at]\n"
-        "    def shout(self): return self.name.upper()\n    def __str__(self): return 'Stack'\n    def __iter__(self): return iter(self.items)",
+        "    def shout(self): return self.name.upper()\n"
+        "    def __str__(self): return 'Stack'\n    def __iter__(self): return iter(self.items)",
     ),
     "LeetCode": ("assert Solution().f(1) == 2", "class Solution:\n    def f(self, x): return x + 1"),
     "LeetCode in place": ("x = [2, 1]\nSolution().f(x)\nassert x == [1, 2]",
