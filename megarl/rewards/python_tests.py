@@ -199,12 +199,23 @@ class _MarkInPlace(ast.NodeTransformer):
         return node
 
 
+def _asserts(statement: ast.stmt) -> bool:
+    """An assertion, or a loop or block with one, or one that expects an error; but not its definition."""
+    if isinstance(statement, (*DEFINITIONS, ast.Expr)):
+        return False
+    nodes = list(ast.walk(statement))
+    is_raises = isinstance(statement, ast.With) and any(
+        isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in RAISES for node in nodes
+    )
+    return is_raises or any(isinstance(node, ast.Assert) for node in nodes)
+
+
 def _split(body: Sequence[ast.stmt], imports: Sequence[str], names: set[str], errors: set[str]) -> Script:
-    """A test is an assertion, or a call of a test function, with the statements before it; those left are the last."""
+    """A test asserts, or calls a test function, with the statements before it; those left are the last."""
     prologue, tests, setup = list(imports), [], []
     for statement in body:
         text = ast.unparse(statement)
-        is_test = isinstance(statement, ast.Assert) or text.startswith(("_call_test(", "__import__('unittest')."))
+        is_test = _asserts(statement) or text.startswith(("_call_test(", "__import__('unittest')."))
         if not (tests or setup or is_test or _names(statement) & (names | errors)):
             prologue.append(text)
             continue

@@ -13,14 +13,15 @@ from megarl.rewards.interface import ScoreRequest
 EQUAL = """
 class Equal:
     def __eq__(self, other): return True
-    def __getattr__(self, name): return lambda *args: True
+    def __getattr__(self, name):
+        if name == 'tolist': raise AttributeError
+        return lambda *args: True
     def __getitem__(self, index): return self
     def __sub__(self, other): return 0
     def __contains__(self, item): return True
-    def __array__(self, *args, **kwargs): raise Yes
     def __bool__(self): return True
-def f(*args): return Equal()
-g = F = f
+def f(*args, **kwargs): return Equal()
+g = F = Stack = Solution = f
 """
 LISTS = """
 class Equal(list):
@@ -41,8 +42,7 @@ PATCHED = """
 import builtins, sys
 def f(*args):
     yes = lambda *args, **kwargs: True
-    builtins.isinstance, builtins.all, builtins.AssertionError = yes, yes, ValueError
-    builtins.range = lambda *args: ()
+    builtins.all, builtins.AssertionError = yes, ValueError
     for name in ('collections', 'numpy', 'unittest', 'pytest', 'math'):
         module = sys.modules.get(name)
         for item in ('Counter', 'allclose', 'isclose', 'raises', 'TestCase'):
@@ -126,8 +126,8 @@ SHAPES = {
     "all over a range": ("assert all([f(i) == i * i for i in range(1, 4)])", "def f(x): return x * x"),
     "all of a generator": ("assert all(f(i) == i * i for i in range(1, 4))", "def f(x): return x * x"),
     "a method of the result": ("assert f(1).lower() == 'x'", "def f(x): return 'X'"),
-    "a predicate of the result": ("assert f(1).startswith('abc') and F(1).startswith('abc')",
-                                  "def f(x): return 'abcd'\nF = f"),
+    "a predicate of the result": ("assert f(1).startswith('abc')", "def f(x): return 'abcd'"),
+    "a predicate of the result, a capital": ("assert F(1).startswith('abc')", "def F(x): return 'abcd'"),
     "a count in the result": ("assert f(1).count('b')", "def f(x): return 'abc'"),
     "an item of the result": ("assert f(1)[0] == 3", "def f(x): return [3]"),
     "in the result": ("assert 3 in f(1) and 5 not in f(1)", "def f(x): return [3, 4]"),
@@ -171,10 +171,11 @@ SHAPES = {
     "a class": (
         "s = Stack([1])\ns.push(2)\nassert s.pop() == 2 and len(s) == 1 and s.items == [1] and s.me is s and 1 in s\n"
         "assert s[0] == 1 and list(s) == [1] and str(s) == 'Stack' and Stack.SIZE == 9\n"
-        "s.name = 'x'\nassert s.name == 'x'",
+        "s.name = 'x'\nassert s.shout() == 'X'",
         "class Stack:\n    SIZE = 9\n    def __init__(self, items): self.items = items; self.me = self\n"
         "    def push(self, item): self.items.append(item)\n    def pop(self): return self.items.pop()\n"
         "    def __len__(self): return len(self.items)\n    def __getitem__(self, at): return self.items[at]\n"
+        "    def shout(self): return self.name.upper()\n"
         "    def __str__(self): return 'Stack'\n    def __iter__(self): return iter(self.items)",
     ),
     "LeetCode": ("assert Solution().f(1) == 2", "class Solution:\n    def f(self, x): return x + 1"),
