@@ -46,7 +46,7 @@ def make_store(env: Env, timeout: timedelta) -> Any:
 
     if env.launched:
         os.set_inheritable(env.store_fd, False)  # not for the processes that a rank starts
-        store: Any = dist.FileStore(f"/proc/self/fd/{env.store_fd}", env.world_size)
+        store: Any = dist.FileStore(f"/proc/self/fd/{env.store_fd}", env.world_size)  # pyright: ignore[reportPrivateImportUsage]
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)

@@ -167,7 +167,7 @@ class _Ranks:
         self._request_stack_traces()
         rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences
-            name = signal.Signals(-status).name
+            name = signal.strsignal(-status) if -status not in set(signal.Signals) else signal.Signals(-status).name
             hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
         if failure := exit_codes.first_failure(map(self.slots.failure, range(len(self.processes)))):

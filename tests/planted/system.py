@@ -279,7 +279,12 @@ SYSTEM = [
     ),
     ("launch/worker.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
     ("launch/worker.py", "except BaseException as", "except Exception as", f"{SPAWN}::test_first_failure_is_said_once"),
-    ("launch/exit_codes.py", "except OSError as error:", "except ValueError as error:", f"{SPAWN}::test_a_full_disk"),
+    (
+        "launch/exit_codes.py",
+        "except OSError as error:",
+        "except ValueError as error:",
+        f"{SPAWN}::test_a_full_disk_is_one_line_and_keeps_its_exit_code",
+    ),
     ("launch/run_config.py", "    if changes:", "    if False:", f"{CONFIGS}::test_other_settings_are_refused_by_name"),
     ("launch/run_config.py", "if not changes:", "if True:", f"{CONFIGS}::test_each_part_leaves_its_config"),
     ("launch/build.py", "not torch.isfinite(", "not bool(", f"{STATE}::test_weights_that_are_not_finite_are_named"),

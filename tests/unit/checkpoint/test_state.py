@@ -296,6 +296,46 @@ def test_a_manifest_that_covers_less_is_not_whole(saved: Job, damage: Callable[[
         assert reason in saved.said[0]
 
 
+def replaced_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+SECRET = '{"files": {"../../secret": {"bytes": 1, "sha256": ""}}}'
+DAMAGES = {
+    "manifest is not UTF-8": lambda folder: (folder / "manifest.json").write_bytes(b'{"files": {"\xff": 1}}'),
+    "manifest names a file outside": lambda folder: (folder / "manifest.json").write_text(SECRET),
+    "a folder in a shard's place": lambda folder: replaced_by_a_folder(folder / "__0_0.distcp"),
+    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_skipped(saved: Job, damage: str) -> None:
+    with damaged(saved, 2) as (newest,):
+        DAMAGES[damage](newest)
+        assert saved.checkpoints.restore("auto")[0] == 1
+        assert saved.said[0].startswith(f"megarl: skipping checkpoint {newest}: ")
+
+
+def test_only_checkpoints_count(saved: Job) -> None:
+    others = [saved.folder / name for name in (".step_9.part", "step_8", "step_x", "step_٩")]
+    for folder in others[::2]:
+        folder.mkdir()
+    for file in others[1::2]:
+        file.touch()
+    latest = (saved.folder / "latest").read_text()
+    (saved.folder / "latest").write_text("nonsense")
+    try:
+        assert saved.checkpoints.restore("auto")[0] == 2
+        with pytest.raises(ValueError, match=r"absent is incomplete: manifest\.json is missing"):
+            saved.checkpoints.restore(str(saved.folder / "absent"))
+    finally:
+        (saved.folder / "latest").write_text(latest)
+        for path in others[1:]:
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
 def test_nothing_whole_is_said_and_not_started_over(saved: Job) -> None:
     with damaged(saved, 1, 2) as folders:
         for folder in folders:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
 from megarl.cli import main
 from megarl.config.load import load_config, parse_config
 from megarl.config.schema import Config
@@ -130,3 +131,16 @@ def test_a_read_only_run_dir_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
         subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
     err = capsys.readouterr().err
     assert err.startswith("megarl: cannot write to ") and err.count("\n") == 1, err
+
+
+def test_the_command_line_refuses_and_confirms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    launched: list[float] = []
+    monkeypatch.setattr(cli, "_launch", lambda env, config, job, command: launched.append(config.train.lr) or 1)
+    common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
+    assert main(common) == 1
+    prepare_run_dir(load_config(common[1], common[2:]), "train")
+    (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
+    assert main([*common, "train.lr=1e-3"]) == 2
+    assert "train.lr 0.0005 -> 0.001" in capsys.readouterr().err
+    assert main([*common, "train.lr=1e-3", "--resume-changed"]) == 1
+    assert launched == [5e-4, 1e-3]

@@ -101,6 +101,8 @@ def test_done(tmp_path: Path) -> None:
         ("defect", 1, None, "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'"),
         ("echo", 3, 1, "first"),
         ("killed", 1, 3, "rank 1 was killed by SIGKILL; out of memory?"),
+        ("segfault", 1, 3, "rank 1 was killed by SIGSEGV"),
+        ("unknown", 1, 3, "rank 1 was killed by Real-time signal 6"),
         ("checkpoint", 1, None, "rank 1 failed in start-up: CheckpointException: size mismatch of a tensor"),
     ],
 )

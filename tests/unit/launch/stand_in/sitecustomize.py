@@ -9,6 +9,8 @@ import time
 import types
 from pathlib import Path
 
+SIGNALS = {"killed": signal.SIGKILL, "segfault": signal.SIGSEGV, "unknown": 40}
+
 
 class CheckFailed(RuntimeError):
     pass
@@ -72,14 +74,14 @@ def run(config, env, phase) -> None:
         ctypes.PyDLL(None).sleep(3)  # holds the GIL
     if name == "rollcall":
         roll_call(config, env, phase, folder)
-    if name == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if name in SIGNALS and rank == 1:
+        os.kill(os.getpid(), SIGNALS[name])
     if name == "stubborn":
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
         (folder / f"child_{rank}").write_text(str(child.pid))
-    if name in ("defect", "user", "killed", "stubborn", "forever", "checkpoint", "full"):
+    if name in ("defect", "user", *SIGNALS, "stubborn", "forever", "checkpoint", "full"):
         (folder / f"busy_{rank}").touch()
         time.sleep(300)
 
