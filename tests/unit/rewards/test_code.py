@@ -43,6 +43,7 @@ def test_right_answers_in_every_format():
         ("import sys\nprint(*sys.stdin)\nsys.exit(0)", {"inputs": [["a", "b"]], "outputs": [["a", " b"]]}),
         ("import threading\nthreading.Thread(target=lambda: print(input())).start()", [{"input": "a", "output": "a"}]),
         ("def sum(x):\n    return 7", ["assert sum([1, 2]) == 7", "assert {3: sum([1])} == dict([(3, 7)])"]),
+        ("print(7)\nexit()\nprint(8)", {"inputs": [""], "outputs": ["7"]}),
         ("print(0.1 + 0.2, 'x  ')\n\nprint()", {"inputs": [""], "outputs": ["0.3 x"]}),
         (ADD, CALLS),
         (ADD, CALLS | {"outputs": [3, 7]}),
