@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -61,7 +62,7 @@ def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
             loaded: Any = dist_checkpointing.load(sharded, str(folder))
         except UnsafePickleError:
             raise
-        except Exception as error:  # Megatron and torch raise a different class for each failure
+        except (Exception, CheckpointException) as error:  # torch's own is only a BaseException
             raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it of another model?") from error
         tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
         for name, tensor in tensors.items():

@@ -56,7 +56,7 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
 def run_stdio(source: str) -> str:
     """Run the solution as a program. Returns the kind of its failure; calling sys.exit is not one."""
     sys.argv = ["solution.py"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as Python's site module would
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # as Python's site module would
     kind = load(source, "__main__")[1]
     return "" if kind == "exited" else kind
 
