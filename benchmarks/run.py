@@ -17,7 +17,8 @@ __all__ = ["bench", "describe"]
 def describe() -> str:
     """One line per benchmark."""
     lines = [f"{name:12} {bench.about}" for name, bench in BENCHES.items()]
-    return "\n".join([*lines, "plans        weight syncs of large models against their physical floor (run it alone)"])
+    lines.append("plans        weight syncs of large models against their physical floor (run it alone)")
+    return "\n".join([*lines, "code_reward  samples a second of the code reward: python -m benchmarks.code_reward"])
 
 
 def bench(names: Sequence[str], *, only: str = "", rounds: int = 3, json_file: Path | None = None) -> bool:
