@@ -55,9 +55,11 @@ class Child:
     def wait(self, timeout_s: float | None = None) -> int:
         """Returns the exit status. Raises TimeoutError, and ForkServerError if the server ended."""
         if self.returncode is None:
-            self.control.settimeout(timeout_s)
-            status = _receive_number(self.control)
-            self.control.close()
+            status = None
+            if self.control.fileno() >= 0:  # closed once it was found that the server has ended
+                self.control.settimeout(timeout_s)
+                status = _receive_number(self.control)
+                self.control.close()
             if status is None:
                 raise ForkServerError(f"the fork server ended while process {self.pid} ran")
             self.returncode = status
