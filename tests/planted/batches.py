@@ -13,7 +13,6 @@ CHAT = "unit/data/test_chat.py"
 RULES = "unit/rewards/test_rules.py"
 SCORER = "unit/rewards/test_scorer.py"
 MATHS = "unit/rewards/test_maths.py"
-JUDGES = "unit/data/test_task_judge.py"
 
 BATCHES = [
     (
@@ -387,77 +386,5 @@ BATCHES = [
         "enable_chunked_prefill=False if on_cpu else None",
         "enable_chunked_prefill=None",
         f"{LOOP}::test_a_stop_text_ends_responses",
-    ),
-    (
-        "rewards/maths.py",
-        "if len(candidate) > MAX_CHARS or not is_mathematics(answer):",
-        "if len(candidate) > MAX_CHARS:",
-        f"{MATHS}::test_letters_of_a_word_in_another_order_are_another_word",
-    ),
-    (
-        "rewards/maths.py",
-        "*(side for side in sides if not NAME.fullmatch(side)), last",
-        "last",
-        f"{MATHS}::test_forms_of_an_answer",
-    ),
-    (
-        "rewards/maths.py",
-        "and ARITHMETIC.fullmatch(last) and UNDONE.search(last)",
-        "and False",
-        f"{MATHS}::test_forms_of_an_answer",
-    ),
-    (
-        "rewards/maths.py",
-        'and not set(PLAIN.sub("", text)) - set(answer)',
-        "and True",
-        f"{MATHS}::test_forms_of_an_answer",
-    ),
-    (
-        "rewards/maths.py",
-        "and not _commands(text) - COMMANDS - _commands(answer)",
-        "and True",
-        f"{MATHS}::test_forms_of_an_answer",
-    ),
-    (
-        "rewards/maths.py",
-        "and HIDDEN.findall(text) == HIDDEN.findall(answer)",
-        "and True",
-        f"{MATHS}::test_forms_of_an_answer",
-    ),
-    (
-        "rewards/rules.py",
-        "elif isinstance(judge, TaskJudge):",
-        "elif False:",
-        f"{JUDGES}::test_a_mixture_of_tasks_and_references_is_judged_in_one_call",
-    ),
-    (
-        "data/task_judge.py",
-        'if text != entry["answer"] and not all(',
-        'if text == entry["answer"] and not all(',
-        f"{JUDGES}::test_an_answer_runs_no_code",
-    ),
-    (
-        "data/task_judge.py",
-        'and not solves(text, entry["metadata"])',
-        "and not text",
-        f"{JUDGES}::test_puzzles_want_exactly_their_numbers_and_their_target",
-    ),
-    (
-        "data/task_judge.py",
-        'Counter(_numbers(tree)) == Counter(problem["numbers"])',
-        'set(_numbers(tree)) == set(problem["numbers"])',
-        f"{JUDGES}::test_puzzles_want_exactly_their_numbers_and_their_target",
-    ),
-    (
-        "data/task_judge.py",
-        "all(word in names for word in words)",
-        "all(words)",
-        f"{JUDGES}::test_an_answer_runs_no_code",
-    ),
-    (
-        "data/task_judge.py",
-        'for expression in (text.lstrip(" \\t"), text.strip()):',
-        'for expression in (text.lstrip(" \\t"),):',
-        f"{JUDGES}::test_an_answer_runs_no_code[spiral_matrix]",
     ),
 ]

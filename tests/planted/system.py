@@ -8,8 +8,6 @@ SAMPLES = "unit/telemetry/test_sample_files.py"
 GPUS = "unit/telemetry/test_gpus.py"
 TOLERANCE = "unit/telemetry/test_tolerance.py"
 REPORT = "unit/telemetry/test_report.py"
-JUDGING = "unit/jail/test_judging.py"
-FORK_SERVER = "unit/jail/test_fork_server.py"
 STATE = "unit/checkpoint/test_state.py"
 SPAWN = "unit/launch/test_spawn.py"
 CONFIGS = "unit/launch/test_run_config.py"
@@ -185,54 +183,6 @@ SYSTEM = [
         'lead = "\\n" if self._is_empty else ",\\n"',
         'lead = "\\n"',
         f"{TELEMETRY}::test_timeline_is_whole_json_after_every_flush",
-    ),
-    (
-        "jail/fork_server.py",
-        'os.closerange(first, os.sysconf("SC_OPEN_MAX"))',
-        "pass",
-        f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
-    ),
-    (
-        "jail/fork_server.py",
-        "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
-        "pass",
-        f"{FORK_SERVER}::test_server_and_children_end_with_the_caller",
-    ),
-    (
-        "jail/fork_server.py",
-        "os.killpg(pid, signal.SIGKILL)  # whatever",
-        "pass  # whatever",
-        f"{FORK_SERVER}::test_what_a_child_leaves_behind_is_killed",
-    ),
-    (
-        "jail/fork_server.py",
-        "self.process is None or self.process.poll() is not None:",
-        "self.process is None:",
-        f"{FORK_SERVER}::test_a_fork_of_the_caller_starts_its_own_server",
-    ),
-    (
-        "jail/judging.py",
-        'drop_rights({**limits, "folder": folder,',
-        'dict({**limits, "folder": folder,',
-        f"{JUDGING}::test_a_judge_has_no_rights_and_a_child_starts_clean",
-    ),
-    (
-        "jail/judging.py",
-        "items[len(verdicts) :]",
-        "items",
-        f"{JUDGING}::test_many_that_end_it_in_a_row",
-    ),
-    (
-        "jail/judging.py",
-        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
-        "signal.setitimer(signal.ITIMER_PROF, 0)",
-        f"{JUDGING}::test_a_text_that_ends_its_judge_is_worth_0_and_harms_no_other",
-    ),
-    (
-        "jail/judging.py",
-        'Verdict(None, "no_judge", str(error))',
-        'Verdict(0.0, "no_judge", str(error))',
-        f"{JUDGING}::test_a_judge_that_cannot_start_leaves_the_text_without_a_value",
     ),
     (
         "launch/exit_codes.py",

@@ -1,0 +1,135 @@
+"""Mistakes in what judges responses: the fork server, the judges' processes, task judges and mathematics."""
+
+FORK_SERVER = "unit/jail/test_fork_server.py"
+JUDGING = "unit/jail/test_judging.py"
+JUDGES = "unit/data/test_task_judge.py"
+MATHS = "unit/rewards/test_maths.py"
+
+JUDGED = [
+    (
+        "jail/fork_server.py",
+        "env=ENVIRONMENT,",
+        "env=None,",
+        f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
+    ),
+    (
+        "jail/fork_server.py",
+        'os.closerange(first, os.sysconf("SC_OPEN_MAX"))',
+        "pass",
+        f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
+    ),
+    (
+        "jail/fork_server.py",
+        "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
+        "pass",
+        f"{FORK_SERVER}::test_server_and_children_end_with_the_caller",
+    ),
+    (
+        "jail/fork_server.py",
+        "os.killpg(pid, signal.SIGKILL)  # whatever",
+        "pass  # whatever",
+        f"{FORK_SERVER}::test_what_a_child_leaves_behind_is_killed",
+    ),
+    (
+        "jail/fork_server.py",
+        "self.process is None or self.process.poll() is not None:",
+        "self.process is None:",
+        f"{FORK_SERVER}::test_a_fork_of_the_caller_starts_its_own_server",
+    ),
+    (
+        "jail/judging.py",
+        'drop_rights({**limits, "folder": folder,',
+        'dict({**limits, "folder": folder,',
+        f"{JUDGING}::test_a_judge_has_no_rights_and_a_child_starts_clean",
+    ),
+    (
+        "jail/judging.py",
+        "items[len(verdicts) :]",
+        "items",
+        f"{JUDGING}::test_many_that_end_it_in_a_row",
+    ),
+    (
+        "jail/judging.py",
+        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
+        "signal.setitimer(signal.ITIMER_PROF, 0)",
+        f"{JUDGING}::test_a_text_that_ends_its_judge_is_worth_0_and_harms_no_other",
+    ),
+    (
+        "jail/judging.py",
+        'Verdict(None, "no_judge", str(error))',
+        'Verdict(0.0, "no_judge", str(error))',
+        f"{JUDGING}::test_a_judge_that_cannot_start_leaves_the_text_without_a_value",
+    ),
+    (
+        "rewards/maths.py",
+        "if len(candidate) > MAX_CHARS or not is_mathematics(answer):",
+        "if len(candidate) > MAX_CHARS:",
+        f"{MATHS}::test_letters_of_a_word_in_another_order_are_another_word",
+    ),
+    (
+        "rewards/maths.py",
+        "*(side for side in sides if not NAME.fullmatch(side)), last",
+        "last",
+        f"{MATHS}::test_forms_of_an_answer",
+    ),
+    (
+        "rewards/maths.py",
+        "and ARITHMETIC.fullmatch(last) and UNDONE.search(last)",
+        "and False",
+        f"{MATHS}::test_forms_of_an_answer",
+    ),
+    (
+        "rewards/maths.py",
+        'and not set(PLAIN.sub("", text)) - set(answer)',
+        "and True",
+        f"{MATHS}::test_forms_of_an_answer",
+    ),
+    (
+        "rewards/maths.py",
+        "and not _commands(text) - COMMANDS - _commands(answer)",
+        "and True",
+        f"{MATHS}::test_forms_of_an_answer",
+    ),
+    (
+        "rewards/maths.py",
+        "and HIDDEN.findall(text) == HIDDEN.findall(answer)",
+        "and True",
+        f"{MATHS}::test_forms_of_an_answer",
+    ),
+    (
+        "rewards/rules.py",
+        "elif isinstance(judge, TaskJudge):",
+        "elif False:",
+        f"{JUDGES}::test_a_mixture_of_tasks_and_references_is_judged_in_one_call",
+    ),
+    (
+        "data/task_judge.py",
+        'if text != entry["answer"] and not all(',
+        'if text == entry["answer"] and not all(',
+        f"{JUDGES}::test_an_answer_runs_no_code",
+    ),
+    (
+        "data/task_judge.py",
+        'and not solves(text, entry["metadata"])',
+        "and not text",
+        f"{JUDGES}::test_puzzles_want_exactly_their_numbers_and_their_target",
+    ),
+    (
+        "data/task_judge.py",
+        'Counter(_numbers(tree)) == Counter(problem["numbers"])',
+        'set(_numbers(tree)) == set(problem["numbers"])',
+        f"{JUDGES}::test_puzzles_want_exactly_their_numbers_and_their_target",
+    ),
+    (
+        "data/task_judge.py",
+        "all(word in names for word in words)",
+        "all(words)",
+        f"{JUDGES}::test_an_answer_runs_no_code",
+    ),
+    (
+        "data/task_judge.py",
+        'for expression in (text.lstrip(" \\t"), text.strip()):',
+        'for expression in (text.lstrip(" \\t"),):',
+        f"{JUDGES}::test_an_answer_runs_no_code[spiral_matrix]",
+    ),
+]
