@@ -25,8 +25,8 @@ JAIL = [
     ),
     (
         "jail/sandbox.py",
-        "len(self.reports) <= self.num_turns:",
-        "len(self.reports):",
+        "if self.reports and not num_seen:",
+        "if num_seen < len(self.reports):  # each",
         f"{SANDBOX}::test_a_forged_report_buys_no_time",
     ),
     (
