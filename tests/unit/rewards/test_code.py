@@ -186,3 +186,9 @@ def test_time_is_bounded_for_all_samples_together(code):
     case = ScoreRequest("0/0", "p", code, extra={"tests": STDIO})
     scores = [(score.value, score.cause) for score in reward([case] * 6)]
     assert scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4  # those that used the time, those that had none
+
+
+def test_one_call_cannot_take_the_time_of_all():
+    tests = {"inputs": [[n, 1] for n in range(10)], "outputs": [n + 1 for n in range(10)], "fn_name": "add"}
+    slow = "import time\ndef add(a, b):\n    time.sleep({} * (a == 5))\n    return a + b"
+    assert score_all([(slow.format(5), tests), (slow.format(0.2), tests)], time_s=2.0) == [(0.0, "timeout"), (1.0, "")]
