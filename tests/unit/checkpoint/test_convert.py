@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def test_a_crafted_checkpoint_runs_nothing_and_exits_with_2(moe, tmp_path, capsy
 
 def test_a_crafted_record_of_an_interrupted_conversion_runs_nothing(moe, tmp_path, monkeypatch):
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(MegatronTarget, "finish", lambda *_: signal.raise_signal(signal.SIGINT))
+        broken.setattr(MegatronTarget, "finish", Mock(side_effect=KeyboardInterrupt))
         run(moe, tmp_path / "out", "megatron")
     record, *_ = (tmp_path / ".out.part" / ".records").glob("*.pickle")
     record.write_bytes(pickle.dumps(Runs(f"touch {tmp_path}/ran")))
