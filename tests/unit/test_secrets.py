@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from megarl import cli
 from megarl.config.schema import Reward
 from megarl.launch.exit_codes import Failure, write_exit
 from megarl.platform.env import redact
-from megarl.rewards.scorer import make_scorer
+from megarl.rewards import scorer
 from megarl.telemetry.trackers import _warn
 
 CANARIES = {
@@ -58,13 +59,16 @@ def test_failures_and_warnings(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "canary" not in repr(Failure(0, 1, leak, traceback=leak)) + texts(tmp_path) + capfd.readouterr().out
 
 
-def test_a_users_function_that_raises_with_a_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_function_that_raises_with_a_secret(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megarl.types import Prompt, Sample
 
     torch = pytest.importorskip("torch")
     zeros = torch.zeros(2)
     prompt, sample = Prompt(0, (0,), "p", "a"), Sample(0, 0, zeros.long(), zeros == 0, zeros, (0, 0), "stop", "r")
-    [scored] = make_scorer([Reward(name=f"{__name__}:leaks")]).score([prompt], [sample])
+    monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))  # libraries disable loggers that exist
+    [scored] = scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).score([prompt], [sample])
     assert scored.reward is None and "$SCORER_SECRET" in caplog.text
     assert "canary" not in caplog.text
 
