@@ -124,7 +124,7 @@ JUDGED = [
         "data/task_judge.py",
         "all(word in names for word in words)",
         "all(words)",
-        f"{JUDGES}::test_an_answer_runs_no_code",
+        f"{JUDGES}::test_names_that_are_not_the_problems_are_refused",
     ),
     (
         "data/task_judge.py",

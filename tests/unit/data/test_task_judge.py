@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,11 @@ def test_an_answer_runs_no_code(name, tmp_path, monkeypatch):
     assert_nothing_gained(name, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["polynomial_multiplication", "simple_integration", "intermediate_integration"])
+def test_names_that_are_not_the_problems_are_refused(name):
+    assert [cause for _, cause in judge(name, "exit()", "1 + input()", "entry", "x + quit (1)")] == ["refused"] * 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_runs_no_code_in_any_dataset(name, tmp_path, monkeypatch):
@@ -276,9 +282,10 @@ def test_a_mixture_of_tasks_and_references_is_judged_in_one_call():
     requests.insert(1, ScoreRequest("", "", "", "17", final_answer="17"))
     requests.append(ScoreRequest("", "", "", "17", final_answer=r"\frac{34}{2}"))
     requests.append(ScoreRequest("", "", "", "17", final_answer=None, extra={"score": own[0]}))
+    requests.append(replace(requests[-1], final_answer="exit()", extra={"score": own[1]}))
     scores = Accuracy(20.0)(requests)
-    assert [score.value for score in scores] == [1.0] * 8 + [0.0]
-    assert scores[-1].cause == "no_answer"
+    assert [score.value for score in scores[:-1]] == [1.0] * 8 + [0.0]
+    assert [score.cause for score in scores[-2:]] == ["no_answer", "refused"]
 
 
 def test_a_dataset_of_the_judge_with_other_options():
