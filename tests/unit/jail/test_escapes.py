@@ -260,6 +260,7 @@ if os.uname().machine == "x86_64":
 WITH_OWN_ROOT = {  # Landlock does not cover them
     "stat": ("print(os.stat('OUTSIDE'))", "FileNotFoundError"),
     "lstat, statx of folders": ("print(os.path.isdir('HERE'), os.path.isdir('/etc/ssl'))", "False"),
+    "stat above the root": ("print(os.stat('/..OUTSIDE'))", "FileNotFoundError"),
     "access": (
         "print(os.access('OUTSIDE', 0), os.path.exists('OUTSIDE'), os.path.exists('/root/.bashrc'))",
         "False",
