@@ -277,7 +277,7 @@ def outside(tmp_path_factory) -> Iterator[Path]:
     (folder / "canary").write_text("CANARY")
     os.setxattr(folder / "canary", b"user.note", b"CANARY")
     listeners = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
-    for listener, name in zip(listeners, (str(folder / "listener"), f"\0{folder.name}"), strict=True):
+    for listener, name in zip(listeners, (str(folder / "listener"), f"\0{folder}"), strict=True):
         listener.bind(name)
         listener.setblocking(False)
     yield folder
@@ -290,7 +290,7 @@ def outside(tmp_path_factory) -> Iterator[Path]:
 def run_all(attempts: dict[str, tuple[str, str]], outside: Path) -> dict[str, str]:
     """What each attempt came to, if it is none of the expected outcomes."""
     places = {
-        "OUTSIDE": str(outside / "canary"), "HERE": str(outside), "ABSTRACT": outside.name, "PARENT": str(os.getpid()),
+        "OUTSIDE": str(outside / "canary"), "HERE": str(outside), "ABSTRACT": str(outside), "PARENT": str(os.getpid()),
         "TEMPORARY": tempfile.gettempdir(),
         "SITE": sysconfig.get_paths()["purelib"], "SOURCE": jailed.__file__,
     }  # fmt: skip
