@@ -92,7 +92,8 @@ def main() -> int:
         rates = [args.samples / result["seconds"] for result in rounds]
         cpu_ms = median(result["cpu_s"] for result in rounds) / args.samples * 1e3
         spread = f"({min(rates):.1f} - {max(rates):.1f})"
-        print(f"{checkout}: {median(rates):.1f} samples/s {spread}, {cpu_ms:.0f} ms of CPU a sample")
+        name = "this checkout" if checkout == HERE else "the other"
+        print(f"{name:<14}{median(rates):6.1f} samples/s {spread}, {cpu_ms:.0f} ms of CPU a sample")
     print(f"load {os.getloadavg()[0]:.1f} after; medians of {args.rounds} fresh processes; all scores as known")
     return 0
 
