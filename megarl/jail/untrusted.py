@@ -1,6 +1,8 @@
-"""The untrusted code, after `jailed.drop_rights`: runs a program, or executes requests and reports their results.
+"""What runs after `jailed.drop_rights`: a program, a solution that is called, or the tests of a problem.
 
-stdio: solution.py as a program     calls: requests.json, one JSON line per request on the report pipe
+stdio       solution.py as a program
+solution    solution.py, then a JSON line on the report pipe for each request on the standard input
+tests       statements from the standard input (proxies.py)
 """
 
 from __future__ import annotations
