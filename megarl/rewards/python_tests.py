@@ -14,6 +14,7 @@ import builtins
 import collections
 import symtable
 import sys
+import threading
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ IMPORTS = {
     if name[0].isupper() or module is collections
 }  # names that tests use without an import
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+ONE_PARSER = threading.Lock()  # ast.parse in two threads at once raises SystemError (CPython issue 106905)
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
@@ -51,15 +53,20 @@ class Script:
 def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
     """Raises ValueError if the tests cannot be read, and Unjudgeable; `entry` is the function under test."""
     try:
-        body = [statement for text in texts for statement in _flatten(ast.parse(text).body, entry)]
-        module = ast.Module(body, [])
-        names, errors, imports = _solution_names(module, entry)
-        _check_judgeable(module, names, errors, entry)
-        _MarkInPlace(names).visit(module)
-        ast.fix_missing_locations(module)
-        return _split(module.body, imports, names, errors)
+        with ONE_PARSER:
+            return _read(texts, entry)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
+
+
+def _read(texts: tuple[str, ...], entry: str | None) -> Script:
+    body = [statement for text in texts for statement in _flatten(ast.parse(text).body, entry)]
+    module = ast.Module(body, [])
+    names, errors, imports = _solution_names(module, entry)
+    _check_judgeable(module, names, errors, entry)
+    _MarkInPlace(names).visit(module)
+    ast.fix_missing_locations(module)
+    return _split(module.body, imports, names, errors)
 
 
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:

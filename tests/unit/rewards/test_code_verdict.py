@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from megarl.config.schema import Reward
@@ -9,6 +13,7 @@ from megarl.data.tasks import Problem, Source
 from megarl.rewards.catalog import check_problems
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
+from megarl.rewards.python_tests import read_script
 
 EQUAL = """
 class Equal:
@@ -194,7 +199,9 @@ def score_all(pairs, entry=None, **options):
         ScoreRequest(f"{row}/0", "p", f"```python\n{code}\n```", extra={"tests": tests, "entry_point": entry})
         for row, (code, tests) in enumerate(pairs)
     ]
-    return [(score.value, score.cause) for score in reward(requests)]
+    scores = reward(requests)
+    assert [score.detail for score in scores if score.cause == "error"] == []
+    return [(score.value, score.cause) for score in scores]
 
 
 def test_right_code_passes_tests_of_every_shape():
@@ -366,6 +373,23 @@ def f(x):
     return next((item for items in [words, *lists] for item in items if is_it(item)), 0)
 """
     assert score_all([(code, ["n = 918273645\nassert f(1) == n"])]) == [(0.0, "wrong_answer")]
+
+
+def test_threads_read_tests_at_once():
+    """CPython's ast.parse raises SystemError if another thread parses while it collects garbage (issue 106905)."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+            weakref.finalize(self, time.sleep, 1e-4)  # lets other threads run in the middle of the collection
+
+    def read(row):
+        Cycle()
+        return read_script((f"{PLUS}\nassert f({row}) == {row + 1}",)).tests[-1].splitlines()[-1]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, range(400)))
+    assert found == [f"assert f({row}) == {row + 1}" for row in range(400)]
 
 
 def test_problems_that_cannot_be_judged_are_named_at_the_start():
