@@ -73,6 +73,7 @@ def honest(entry: dict[str, Any]) -> list[str]:
         "A",
         "(1, 2)",
         "x",
+        "1e999",
     ]
     return [answer, f"{answer}.", answer.lower(), answer[:-1] or "0", f"It is {answer}", *wrong]
 
