@@ -43,6 +43,13 @@ for descriptor in range(3, 256):
         try: os.write(descriptor, (line + chr(10)).encode())
         except OSError: pass
 """
+FORGED_RESULTS = """
+import os
+for descriptor in range(3, 256):
+    lines = ['{"loaded": 1}', *('{"number": %%d, "value": %s}' %% number for number in range(64)), '{"end": ""}']
+    try: os.write(descriptor, (chr(10).join(lines) + chr(10)).encode())
+    except OSError: pass
+"""
 PATCHED = """
 import builtins, sys
 def f(*args):
@@ -71,6 +78,7 @@ def f(*args):
 g = F = f
 """
 ATTACKS = {"__eq__": EQUAL, "a list": LISTS, "forged reports": FORGED, "patches": PATCHED, "globals": GLOBALS}
+ATTACKS |= {f"forged results {value}": FORGED_RESULTS % value for value in ("0", "2", "4", "5")}
 
 PLUS = """
 import numpy as np
@@ -226,7 +234,7 @@ def write(*lines):
 PRINT = [{"input": "", "output": "1"}]
 CALL = {"inputs": [[1], [2], [3]], "outputs": [[2], [3], [4]], "fn_name": "f"}
 DEEP = "'[' * 900 + ']' * 900"
-DEEP_DICT = """'{"dict": [[1, ' * 300 + '1' + ']]}' * 300"""
+DEEP_DICT = "'{\"dict\": [[1, ' + '[' * 800 + ']' * 800 + ']]}'"
 REPLY = WRITE + "def f(x): write('{\"number\": 0, \"value\": ' + %s + '}')"
 LEFT_OUT = {  # what the code causes is worth 0: it cannot choose to be left out. {attempt: (code, tests, score)}
     "signal 40": ("import os; os.kill(os.getpid(), 40)", PRINT, (0.0, "crashed")),
