@@ -14,7 +14,6 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,18 +25,16 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.checkpoint import files
+from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
-from megarl.checkpoint.writer import Writing
+from megarl.checkpoint.writer import Writing, all_ranks
 from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
 
 MESSAGE_CHARS = 1_000
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the only format that every layout can read
 
 
 class Trained(Protocol):
@@ -115,7 +112,10 @@ class Checkpoints:
             "schedule": self.trained.scheduler.state_dict(),
             "world": dist.get_world_size(),
         }
-        self._writing = now.step, Writing({**self._sharded(), **_sharded_random(), "run": common}, staging)
+        chunks, optimizer = self._chunks(), self.trained.optimizer
+        sharded = {"tensors": rank_state.host_copies(chunks, optimizer), **_sharded_random()}
+        scalars = {"optimizer": rank_state.parts_of(optimizer)[0].state_dict(), "run": common}
+        self._writing = now.step, Writing({**sharded, **scalars}, staging)
         if not self.asynchronous:
             self.finish()
 
@@ -149,13 +149,14 @@ class Checkpoints:
         source = self._find(resume)
         if source is None:
             return 0, self._now.state
-        common: Any = dist_checkpointing.load_common_state_dict(str(source))["run"]
+        saved: Any = dist_checkpointing.load_common_state_dict(str(source))
+        common = saved["run"]
         same_world = common["world"] == dist.get_world_size()
-        sharded = self._sharded(loading=True) | (_sharded_random() if same_world else {})
-        loaded: Any = _load(sharded, source)
-        for name, chunk in self._chunks():
-            chunk.load_state_dict(loaded[name])
-        _load_optimizer(self.trained.optimizer, loaded["optimizer"])
+        self._load(source, saved["optimizer"])
+        objects = {number: _objects(chunk) for number, chunk in enumerate(self._chunks())}
+        loaded = _load_objects(objects | (_sharded_random() if same_world else {}), source)
+        for number, chunk in enumerate(self._chunks()):
+            chunk.load_state_dict(loaded.get(number, {}), strict=False)
         self.trained.scheduler.load_state_dict(common["schedule"])
         self.prompts.restore(common["prompts"])
         if same_world:
@@ -188,29 +189,41 @@ class Checkpoints:
             )
         return None
 
-    def _chunks(self) -> list[tuple[str, Any]]:
+    def _chunks(self) -> list[Any]:
         """One per virtual stage; layers have global keys, so that any layout can load them."""
-        return [(f"model{number}", chunk.module) for number, chunk in enumerate(self.trained.model)]
+        return [chunk.module for chunk in self.trained.model]
 
-    def _sharded(self, *, loading: bool = False) -> dict[str, Any]:
-        """This rank's weights and optimizer state, each tensor with its offset in the global one."""
-        if loading:
-            _allocate(self.trained.optimizer)
-        model = {name: chunk.sharded_state_dict() for name, chunk in self._chunks()}
-        optimizer = self.trained.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
-        return {**model, "optimizer": optimizer}
+    def _load(self, source: Path, saved: Mapping[Any, Any]) -> None:
+        """Raises ValueError on every rank, naming what differs, if the checkpoint is of another model."""
+        error, optimizer = "", self.trained.optimizer
+        rank_state.allocate(optimizer)
+        rank_state.set_steps(optimizer, saved)
+        try:
+            rank_state.load(self._chunks(), source, optimizer)
+        except ValueError as difference:
+            error = str(difference)
+        if errors := [error for error in all_ranks(error) if error]:
+            raise _another_model(source, errors[0])
 
 
-def _load(sharded: dict[str, Any], source: Path) -> Any:
-    """Raises ValueError, naming what differs, if the checkpoint is of another model."""
+def _objects(chunk: Any) -> dict[str, ShardedObject]:
+    """Transformer Engine's FP8 state."""
+    return {name: entry for name, entry in chunk.sharded_state_dict().items() if isinstance(entry, ShardedObject)}
+
+
+def _load_objects(sharded: dict[Any, Any], source: Path) -> Any:
     try:
         return dist_checkpointing.load(sharded, str(source))
     except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        raise ValueError(
-            f"{source} is not a checkpoint of this model: {' '.join(str(causes[0]).split())[:MESSAGE_CHARS]}; resume "
-            "with the model it was saved from, or start over with checkpoint.resume=never"
-        ) from error
+        raise _another_model(source, str(causes[0])) from error
+
+
+def _another_model(source: Path, difference: str) -> ValueError:
+    return ValueError(
+        f"{source} is not a checkpoint of this model: {' '.join(difference.split())[:MESSAGE_CHARS]}; resume with the "
+        "model it was saved from, or start over with checkpoint.resume=never"
+    )
 
 
 def _from_rank_0(value: Any) -> Any:
@@ -231,9 +244,7 @@ def _wrong(folder: Path) -> str:
     expected = _from_rank_0(expected)
     names = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     wrong += files.differences(folder, {name: expected[name] for name in names})
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, wrong)
-    return ", ".join(text for errors in by_rank for text in errors)
+    return ", ".join(text for errors in all_ranks(wrong) for text in errors)
 
 
 def _sharded_random() -> dict[str, ShardedObject]:
@@ -258,43 +269,3 @@ def _set_random(state: Mapping[str, Any]) -> None:
     megatron.set_states(state["megatron"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Load the optimizer's state, working around two bugs of Megatron-Core 0.16 with torch's Adam (no TE, no Apex).
-
-    It expects a step count per parameter although it saves one per group, and it then makes all parameters share one
-    tensor, which each of them increments.
-    """
-    parts = [part for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = partial(_place, part)
-    optimizer.load_state_dict(loaded)
-    for part in parts:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Create the moments and step counts that loading writes into; otherwise they exist only after the first step."""
-    for part in _parts(optimizer):
-        if part.init_state_fn is not None:
-            part.init_state_fn(part.optimizer, part.config)
-        elif not part.optimizer.state:  # HybridDeviceOptimizer, of train.optimizer_cpu_offload
-            part.optimizer.dummy_step()
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers of dense and of expert parameters."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _place(part: Any, model_param: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    group, order = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group]["params"][order]
-    state = {"param": main_param, **part.optimizer.state[main_param]}
-    for name, value in tensors.items():
-        state[name].data.copy_(value)

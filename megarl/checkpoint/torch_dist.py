@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints (`torch_dist`): loads them into a model, and converts from and to them.
+"""Reads Megatron distributed checkpoints (`torch_dist`) tensor by tensor, and converts from and to them.
 
 Conversions take names and shapes from `sharded_state_dict` and use torch.distributed.checkpoint, with one parameter in
 memory at a time. They read what `megatron.core.dist_checkpointing.save` writes, and its `load` reads what they write,
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -47,49 +45,41 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
-def load_weights(chunks: Iterable[nn.Module], folder: Path) -> None:
-    """Load a checkpoint, saved in any layout, into this rank's pipeline chunks. All ranks call it.
+def stored_entries(model: nn.Module) -> Iterator[tuple[str, Tensor, ShardedTensor | ShardedObject, int]]:
+    """Each tensor that Megatron saves for `model`: (parameter or buffer, its data, tensor, offset in its elements).
 
-    Raises ValueError if the checkpoint is of a different model.
+    Gate and up of a fused linear are stored separately. Other state has an empty tensor's data.
     """
-    for chunk in chunks:
-        sharded = {
-            name: entry
-            for name, entry in chunk.sharded_state_dict().items()  # type: ignore[operator]
-            if not isinstance(entry, ShardedObject)  # not weights but Transformer Engine's FP8 scales
-        }
-        try:
-            loaded: Any = dist_checkpointing.load(sharded, str(folder))
-        except UnsafePickleError:
-            raise
-        except (Exception, CheckpointException) as error:  # torch's own is only a BaseException
-            raise ValueError(f"{folder} cannot be loaded into this model ({error}); is it of another model?") from error
-        tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())  # a buffer: a router's correction bias
-        for name, tensor in tensors.items():
-            if name in loaded:
-                tensor.data.copy_(loaded[name])
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    sharded = cast(Any, model).sharded_state_dict()
+    apply_factories(sharded)
+    for name, entry in sharded.items():
+        param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
+        for shard in nested_values({name: entry}):
+            if isinstance(shard, ShardedObject):
+                yield param, torch.empty(0), shard, 0
+            else:
+                yield param, tensors[name], shard, shard.data.storage_offset() - tensors[name].storage_offset()
+
+
+def stored_slice(param: str, shard: ShardedTensor, offset: int) -> ShardSlice:
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides)
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
     """The tensors that Megatron saves for `model`, a single-rank GPTModel, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
     shapes, padded, objects = {}, set(), []
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    sharded = cast(Any, model).sharded_state_dict()
-    apply_factories(sharded)  # gate and up of a fused linear are stored separately
-    for name, entry in sharded.items():
-        param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
-        for shard in nested_values({name: entry}):
-            if isinstance(shard, ShardedObject):
-                objects.append(shard.unique_key)
-                continue
-            shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-            offset = shard.data.storage_offset() - tensors[name].storage_offset()
-            strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            slices[param].append(ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides))
-            shapes[shard.key] = tuple(shard.global_shape)
-            if shard.allow_shape_mismatch:
-                padded.add(shard.key)
+    for param, _, shard, offset in stored_entries(model):
+        if isinstance(shard, ShardedObject):
+            objects.append(shard.unique_key)
+            continue
+        slices[param].append(stored_slice(param, shard, offset))
+        shapes[shard.key] = tuple(shard.global_shape)
+        if shard.allow_shape_mismatch:
+            padded.add(shard.key)
     return StoredTensors(slices, shapes, frozenset(padded), objects)
 
 
@@ -112,22 +102,34 @@ class MegatronFolder:
             for key, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
+        self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
         self._chunks: dict[tuple[str, tuple[int, ...]], TensorStorageMetadata] = {}  # by key and layer, or expert
+
+    def expect(self, key: str, shape: tuple[int, ...], *, num_stacked: int, is_padded: bool) -> None:
+        """Raises ValueError unless the tensor is here; `copy` can read it then. Padding changes a vocabulary's rows."""
+        metadata = self._folder / ".metadata"
+        if key not in self.tensors:
+            raise ValueError(f"{metadata} has no tensor {key}; is it a checkpoint of another model?")
+        whole = self.tensors[key]
+        if whole.size != shape and not (is_padded and whole.size[1:] == shape[1:]):
+            raise ValueError(f"{metadata}: {key} has shape {tuple(whole.size)}, but the model requires {shape}")
+        if key in self._num_stacked:
+            return
+        if sum(prod(chunk.sizes) for chunk in whole.chunks) != prod(whole.size):
+            raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {tuple(whole.size)}")
+        self._num_stacked[key] = num_stacked
+        for chunk in whole.chunks:  # torch searches the whole list
+            empty = TensorStorageMetadata(whole.properties, whole.size, [])
+            self._chunks.setdefault((key, tuple(chunk.offsets[:num_stacked])), empty).chunks.append(chunk)
 
     def check(self, stored: StoredTensors) -> None:
         """Raises ValueError, naming tensor and file, unless these tensors are here, in files that are long enough."""
-        metadata = self._folder / ".metadata"
+        num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
         for key, shape in stored.shapes.items():
-            if key not in self.tensors:
-                raise ValueError(f"{metadata} has no tensor {key}; is it a checkpoint of another model?")
-            size, chunks = tuple(self.tensors[key].size), self.tensors[key].chunks
-            if size != shape and not (key in stored.padded and size[1:] == shape[1:]):
-                raise ValueError(f"{metadata}: {key} has shape {size}, but config.json requires {shape}")
-            if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
-                raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {size}")
+            self.expect(key, shape, num_stacked=num_stacked[key], is_padded=key in stored.padded)
         for key in self.tensors:
-            if key not in stored.shapes and not key.startswith("optimizer."):
-                raise ValueError(f"{metadata}: tensor {key} is not in this model")
+            if key not in stored.shapes and "optimizer.state." not in key:
+                raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():
             size = sizes.get(place.relative_path, 0)
@@ -136,19 +138,13 @@ class MegatronFolder:
                     f"{self._folder / place.relative_path} has {size} bytes, but {index.fqn} at {tuple(index.offset)} "
                     f"ends at byte {place.offset + place.length}: the file is truncated or missing"
                 )
-        num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
-        for key, whole in ((key, self.tensors[key]) for key in num_stacked):
-            for chunk in whole.chunks:  # by layer or expert: torch searches the whole list
-                place = key, tuple(chunk.offsets[: num_stacked[key]])
-                empty = TensorStorageMetadata(whole.properties, whole.size, [])
-                self._chunks.setdefault(place, empty).chunks.append(chunk)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].properties.dtype
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
         """Copy the slice of tensor `box.name` to where it lies in `parameter`. Padding rows may be absent."""
-        chunks = self._chunks[box.name, box.start[: lead_axis(box.shape)]]
+        chunks = self._chunks[box.name, box.start[: self._num_stacked[box.name]]]
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
         try:

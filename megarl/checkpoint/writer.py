@@ -1,6 +1,6 @@
-"""Writes a distributed checkpoint: plans it and copies it to the host at once, then writes the files on a thread.
+"""Writes a distributed checkpoint: plans it at once, then writes the files on a thread.
 
-    plan (collective) -> host copy -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
+    host copies -> plan (collective) -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
 
 The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs an engine and its
 threads. Only disk work runs on the thread; all collectives run on the caller's.
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -26,12 +26,14 @@ from megarl.checkpoint import files
 from megarl.platform.disk import full_disk
 from megarl.types import CheckFailed
 
+T = TypeVar("T")
+
 
 class Writing:
     """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""
 
     def __init__(self, sharded: dict[str, Any], folder: Path) -> None:
-        """Plan and copy; the state may change once this returns. `folder` exists and is empty."""
+        """Plan; the tensors of `sharded` must not change until `finish` returns. `folder` exists and is empty."""
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
@@ -45,7 +47,7 @@ class Writing:
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         self._request: Any = dist_checkpointing.save(sharded, str(self.folder), async_sharded_save=True, **options)
-        self._buckets = [] if self._request.async_fn is None else _host_copy(self._request.async_fn_args[1])
+        self._buckets = [] if self._request.async_fn is None else self._request.async_fn_args[1]
         self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self.thread.start()
 
@@ -59,15 +61,13 @@ class Writing:
 
     def _finish(self) -> None:
         self.thread.join()
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
+        errors = all_ranks(self._error)
         if any(errors):
             rank = next(rank for rank, error in enumerate(errors) if error)
             raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
         for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
             finalize()
-        by_rank: list[files.Sums] = [{}] * dist.get_world_size()
-        dist.all_gather_object(by_rank, self._sums)
+        by_rank = all_ranks(self._sums)
         if dist.get_rank() == 0:
             written = {name: entry for sums in by_rank for name, entry in sums.items()}
             others = [path.name for path in self.folder.iterdir() if path.name not in written]
@@ -106,6 +106,12 @@ class Writing:
         return result
 
 
+def all_ranks(value: T) -> list[T]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
     """Removes `folder` if an exception passes, so that a full disk has room again; a full disk becomes an OSError."""
@@ -118,11 +124,3 @@ def _removing(folder: Path) -> Iterator[None]:
         if full and not isinstance(error, CheckFailed):  # of this rank alone
             raise OSError(errno.ENOSPC, full) from error
         raise
-
-
-def _host_copy(buckets: list[Any]) -> list[Any]:
-    """Copies buckets of (path, name, (objects, tensors)); even on a CPU, because training changes the state."""
-    return [
-        (path, name, (objects, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
-        for path, name, (objects, tensors) in buckets
-    ]

@@ -21,7 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megarl.checkpoint.torch_dist import is_checkpoint, load_weights
+from megarl.checkpoint import rank_state
+from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.schema import Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
@@ -82,7 +83,7 @@ class Trainer:
         groups = init_parallel(layout, seed=seed)
         model, traced = _build_model(shape, layout, train, moe, use_te=device.type == "cuda")
         if is_checkpoint(Path(folder)):  # written by `megarl convert --to megatron`
-            load_weights(model, Path(folder))
+            rank_state.load(model, Path(folder))
         else:
             slices = traced[layout.rank] if traced else _slices(shape, layout, use_te=device.type == "cuda")
             load_hf(local_tensors(model), slices, folder)

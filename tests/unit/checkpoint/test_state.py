@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
 from megarl.checkpoint import files, state
-from megarl.checkpoint.state import Checkpoints, _allocate
+from megarl.checkpoint.rank_state import allocate
+from megarl.checkpoint.state import Checkpoints
 from megarl.config.schema import Create, Train
 from megarl.launch.build import check_weights
 from megarl.launch.random_model import create_model
@@ -367,10 +368,10 @@ def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> Non
     """Megatron-Core has no `init_state_fn` for it; its own loading takes this step too."""
     steps: list[dict] = []
     hybrid = SimpleNamespace(state={}, dummy_step=lambda: steps.append({}))
-    _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
     assert len(steps) == 1
     hybrid.state = {"p": {}}
-    _allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
     assert len(steps) == 1
 
 
