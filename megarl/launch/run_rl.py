@@ -213,7 +213,6 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         make_scorer(rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer),
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
-        device=rank.device.torch,
         span=span,
         meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
     )

@@ -86,6 +86,8 @@ class Engine:
                 max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+                # vLLM's choice on a CPU is 128, and a prompt's last, incomplete block is computed for every sample
+                block_size=32 if on_cpu else None,
                 enforce_eager=eager,
                 moe_backend=_moe_backend(),
                 # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
@@ -159,6 +161,7 @@ class Engine:
                 max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
                 stop_token_ids=self._stop_token_ids,
                 logprobs=0,  # the sampled token only
+                flat_logprobs=True,  # one list, instead of a dictionary per token
                 detokenize=False,
             )
             for request in requests
@@ -185,14 +188,9 @@ class Engine:
         from vllm import SamplingParams
 
         prompts = [row.tolist() for row in rows]
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         outputs = self._uncommitted(prompts, [params] * len(prompts))
-        return [
-            torch.tensor(
-                [entry[token].logprob for token, entry in zip(row[1:], (output.prompt_logprobs or [])[1:], strict=True)]  # type: ignore[index]
-            )
-            for row, output in zip(prompts, outputs, strict=True)
-        ]
+        return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]  # type: ignore[union-attr]
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
@@ -249,16 +247,18 @@ class Engine:
 def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
     answer = output.outputs[0]
     prompt, response = list(request.prompt.tokens), list(answer.token_ids)
-    scores = [entry[token].logprob for token, entry in zip(response, answer.logprobs or [], strict=True)]  # type: ignore[index]
     skipped = len(prompt)
+    logprobs = torch.zeros(skipped + len(response))
+    logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,
         tokens=torch.tensor(prompt + response),
         trainable=torch.arange(skipped + len(response)) >= skipped,
-        rollout_logprobs=torch.tensor([0.0] * skipped + scores, dtype=torch.float32),
+        rollout_logprobs=logprobs,
         versions=(version, version),
         finish=FINISHES.get(answer.finish_reason, "abort"),
+        prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
     )
 
 

@@ -107,6 +107,7 @@ class Rollouts:
         ]
         by_prompt: dict[int, list[Sample]] = {prompt.prompt_id: [] for prompt in prompts}
         for sample in self.generate(requests, version=version):
+            counts["rollout/prompt_tokens_computed"] += sample.prompt_tokens_computed
             by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
         groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         usable = []

@@ -152,7 +152,7 @@ class Rewards:
 def exchange() -> None:
     requests = [Request(Prompt(number, (1,), ""), index, 0, 1.0) for number in range(2) for index in range(2)]
     rank = dist.get_rank()
-    samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1), DEVICE)(requests, 3)
+    samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
     assert [(x.prompt_id, x.index, x.reward) for x in samples] == [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)]
 
 

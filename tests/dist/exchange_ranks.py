@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
     def exchange(sampler: Sampler, rewards: Rewards) -> Exchange:
         replica, member = Axis(2, rank // 2), Axis(2, rank % 2)
         meet = partial(transport.barrier, "the exchange of samples", patience=12)
-        return Exchange(sampler, rewards, replica=replica, member=member, device=torch.device("cpu"), meet=meet)
+        return Exchange(sampler, rewards, replica=replica, member=member, meet=meet)
 
     requests = [Request(Prompt(p, (1,), ""), i) for p in range(3) for i in range(3)]
     sampler, rewards = Sampler(), Rewards()

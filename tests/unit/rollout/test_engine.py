@@ -15,6 +15,11 @@ from megarl.rollout.engine import Engine, _moe_backend
 from megarl.types import Prompt, Request
 
 
+def flat(tokens: list[int]) -> SimpleNamespace:
+    """vLLM's FlatLogprobs."""
+    return SimpleNamespace(token_ids=tokens, logprobs=[-1.0] * len(tokens))
+
+
 class Llm:
     model_config = SimpleNamespace(max_model_len=8)
 
@@ -29,7 +34,7 @@ class Llm:
         if "stop_token_ids" in params[0]:
             return [self._sample(**each) for each in params]
         rows = [each["prompt_token_ids"] for each in inputs]
-        return [SimpleNamespace(prompt_logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in row]) for row in rows]
+        return [SimpleNamespace(prompt_logprobs=flat(row[1:])) for row in rows]
 
     def _sample(self, max_tokens: int, stop_token_ids: list[int], **_: Any) -> SimpleNamespace:
         """Samples 11, 12, ... as vLLM does: the token that stops is part of the response."""
@@ -39,8 +44,8 @@ class Llm:
             if token in stop_token_ids:
                 break
         reason = "stop" if tokens[-1] in stop_token_ids else "length"
-        scores = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=scores, finish_reason=reason)])
+        answer = SimpleNamespace(token_ids=tokens, logprobs=flat(tokens), finish_reason=reason)
+        return SimpleNamespace(outputs=[answer], num_cached_tokens=None)
 
 
 def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
