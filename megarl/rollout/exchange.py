@@ -3,9 +3,9 @@
     requests (the same on all ranks) --deal: a prompt's samples to one replica--> engine --its first rank scores--+
     the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
 
-The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks]. It
-stays in host memory (gloo), and is not padded. A rank on which sampling or scoring fails reports that before anything is
-sent, so that its peers do not wait for it.
+The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks], in
+host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before anything is sent,
+so that its peers do not wait for it.
 """
 
 from __future__ import annotations
