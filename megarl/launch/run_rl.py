@@ -128,9 +128,14 @@ def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
 
 
 class _Unscored:
-    """roles.Rewards, without any."""
+    """roles.Rewards and roles.Scoring, without any."""
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+    def start(self, prompts: Sequence[Prompt]) -> _Unscored:
+        return self
+
+    def add(self, samples: Sequence[Sample]) -> None: ...
+
+    def results(self, samples: Sequence[Sample]) -> list[Sample]:
         return [replace(sample, reward=0.0) for sample in samples]
 
 

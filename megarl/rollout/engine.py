@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.config.schema import Rollout
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
+from megarl.roles import Finished
 from megarl.types import CheckFailed, Finish, Request, Sample
 
 if TYPE_CHECKING:
@@ -133,8 +134,10 @@ class Engine:
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
 
-    def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
-        """Returns one sample per request, in the same order.
+    def sample(
+        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+    ) -> list[Sample]:
+        """Returns one sample per request, in the same order; each is passed to `finished` as soon as it is finished.
 
         Raises CheckFailed if the engine is asleep or lacks weights of `version`, ValueError if a prompt is too long.
         """
@@ -166,8 +169,12 @@ class Engine:
             )
             for request in requests
         ]
-        outputs = self._generate([list(request.prompt.tokens) for request in requests], params)
-        return [_sample(request, output, version) for request, output in zip(requests, outputs, strict=True)]
+        samples: dict[int, Sample] = {}
+        for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
+            new = {number: _sample(requests[number], output, version) for number, output in outputs}
+            samples |= new
+            finished(list(new.values()))
+        return [samples[number] for number in range(len(requests))]
 
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
@@ -234,14 +241,21 @@ class Engine:
     def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
         self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        return self._generate(prompts, params)
+        outputs = dict(output for outputs in self._steps(prompts, params) for output in outputs)
+        return [outputs[number] for number in range(len(prompts))]
 
-    def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
+        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs."""
         if not prompts:
-            return []
+            return
         with _compiler(self._eager):
             inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            ids = self._llm.enqueue(inputs, params, use_tqdm=False)  # an output has its id up to the "-"
+            numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
+            while self._llm.llm_engine.has_unfinished_requests():
+                done = [output for output in self._llm.llm_engine.step() if output.finished]
+                if done:
+                    yield [(numbers[output.request_id], output) for output in done]
 
 
 def _sample(request: Request, output: RequestOutput, version: int) -> Sample:

@@ -80,13 +80,13 @@ class Exchange:
 
     def _sample(self, requests: Sequence[Request], version: int) -> tuple[Tensor, str]:
         """The scored samples of this replica, packed on its first rank, and their digest."""
-        samples = self.sampler.sample(requests, version=version)
-        digest = digest_samples(samples)
         if not self.member.first:
-            return torch.empty(0, dtype=torch.uint8), digest
-        with self.span("reward"):
-            samples = self.rewards.score([request.prompt for request in requests], samples)
-        return pack(samples), digest
+            return torch.empty(0, dtype=torch.uint8), digest_samples(self.sampler.sample(requests, version=version))
+        scoring = self.rewards.start([request.prompt for request in requests])
+        samples = self.sampler.sample(requests, version=version, finished=scoring.add)
+        with self.span("reward"):  # what generation has not hidden
+            scored = scoring.results(samples)
+        return pack(scored), digest_samples(samples)
 
     def _raise(self, error: tuple[bool, int, str] | None) -> None:
         errors = [error]

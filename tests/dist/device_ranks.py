@@ -129,7 +129,7 @@ def export(folder: Path) -> None:
 
 
 class Sampler:
-    def sample(self, requests, *, version):
+    def sample(self, requests, *, version, finished=None):
         return [
             Sample(
                 request.prompt.prompt_id,
@@ -145,7 +145,13 @@ class Sampler:
 
 
 class Rewards:
-    def score(self, prompts, samples):
+    def start(self, prompts):
+        return self
+
+    def add(self, samples):
+        pass
+
+    def results(self, samples):
         return [replace(sample, reward=float(sample.prompt_id)) for sample in samples]
 
 

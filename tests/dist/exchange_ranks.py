@@ -35,7 +35,7 @@ class Sampler:
     calls: int = 0
     seconds: float = 0.0
 
-    def sample(self, requests, *, version):
+    def sample(self, requests, *, version, finished=None):
         self.calls += len(requests)
         sleep(self.seconds)
         return [
@@ -57,7 +57,13 @@ class Rewards:
     fail: bool = False
     calls: int = 0
 
-    def score(self, prompts, samples):
+    def start(self, prompts):
+        return self
+
+    def add(self, samples):
+        pass
+
+    def results(self, samples):
         self.calls += len(samples)
         if self.fail:
             raise OSError("the scorer is gone")

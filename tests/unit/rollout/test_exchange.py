@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -52,15 +52,23 @@ def test_reward_that_is_not_a_number_survives():
 
 
 class Sampler:
-    def sample(self, requests, *, version):
-        return [sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests]
+    def sample(self, requests, *, version, finished):
+        samples = [
+            sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests
+        ]
+        finished(samples)
+        return samples
 
 
 class Doubles:
-    def score(self, prompts, samples):
-        from dataclasses import replace
+    def start(self, prompts):
+        return self
 
-        assert [prompt.prompt_id for prompt in prompts] == [s.prompt_id for s in samples]
+    def add(self, samples):
+        self.added = list(samples)
+
+    def results(self, samples):
+        assert samples == self.added
         return [replace(s, reward=2.0 * s.index) for s in samples]
 
 
@@ -82,7 +90,7 @@ def test_one_process_sorts_and_scores():
 @pytest.mark.parametrize("error, kind", [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError)])
 def test_errors_keep_their_kind(error, kind):
     class Fails:
-        def sample(self, requests, *, version):
+        def sample(self, requests, *, version, finished):
             raise error
 
     with pytest.raises(kind, match=r"rank 0 could not sample: .*(stale|KeyError)"):
