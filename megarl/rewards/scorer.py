@@ -122,15 +122,15 @@ class Scoring:
         started, order = time.monotonic(), [self._rows[id(sample)] for sample in samples]
         for worker in self._workers.values():
             worker.inbox.put([])
-        requests, scores = [self._decoded[row][1] for row in order], {}
-        for reward in self._scorer.rewards:
-            if reward.total_s is None:
-                scores[reward.name] = dict(zip(order, reward(requests), strict=True))
+        requests, rewards = [self._decoded[row][1] for row in order], self._scorer.rewards
+        scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
         for name, worker in self._workers.items():
-            scores[name] = dict(enumerate(worker.results(len(self._added), started)))
-        names = [reward.name for reward in self._scorer.rewards]
-        scored = self._scorer.scored
-        return [scored(self._decoded[row][0], {name: scores[name][row] for name in names}) for row in order]
+            by_row = worker.results(len(self._added), started)
+            scores[name] = [by_row[row] for row in order]
+        return [
+            self._scorer.scored(self._decoded[row][0], {reward.name: scores[reward.name][place] for reward in rewards})
+            for place, row in enumerate(order)
+        ]
 
     def _decode(self, sample: Sample) -> tuple[Sample, ScoreRequest]:
         if self._scorer.decode is not None:

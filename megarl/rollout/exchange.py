@@ -47,21 +47,27 @@ class Exchange:
         If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
+        rank, world = self.replica.rank * self.member.size + self.member.rank, self.replica.size * self.member.size
         part, digest, error = torch.empty(0, dtype=torch.uint8), "0", None
         try:
             part, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
         except CheckFailed as refusal:
-            error = (True, self._rank, str(refusal))
+            error = (True, rank, str(refusal))
         except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
-            error = (False, self._rank, f"{type(defect).__name__}: {defect}")
+            error = (False, rank, f"{type(defect).__name__}: {defect}")
         entry = torch.tensor([part.numel(), int(digest[:15], 16), error is not None])
-        entries = entry.repeat(self._world)
-        if self._world > 1:
+        entries, errors = entry.repeat(world), [error]
+        if world > 1:
             self.meet()  # a replica may be later than a collective waits
             dist.all_gather_into_tensor(entries, entry)
-        entries = entries.view(self._world, len(entry))
+        entries = entries.view(world, len(entry))
         if entries[:, 2].any():
-            self._raise(error)
+            if world > 1:
+                errors *= world
+                dist.all_gather_object(errors, error)
+            is_refused, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
+            message = f"rank {rank} could not sample: {text}"
+            raise CheckFailed(message) if is_refused else RuntimeError(message)
         for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):
             if len(set(digests)) > 1:
                 ranks = f"{replica * self.member.size}..{(replica + 1) * self.member.size - 1}"
@@ -69,14 +75,6 @@ class Exchange:
         parts = self._gather(part, entries[:: self.member.size, 0].tolist())
         samples = [sample for part in parts for sample in unpack(part)]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
-
-    @property
-    def _world(self) -> int:
-        return self.replica.size * self.member.size
-
-    @property
-    def _rank(self) -> int:
-        return self.replica.rank * self.member.size + self.member.rank
 
     def _sample(self, requests: Sequence[Request], version: int) -> tuple[Tensor, str]:
         """The scored samples of this replica, packed on its first rank, and their digest."""
@@ -88,35 +86,24 @@ class Exchange:
             scored = scoring.results(samples)
         return pack(scored), digest_samples(samples)
 
-    def _raise(self, error: tuple[bool, int, str] | None) -> None:
-        errors = [error]
-        if self._world > 1:
-            errors = [None] * self._world
-            dist.all_gather_object(errors, error)
-        is_refused, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
-        message = f"rank {rank} could not sample: {text}"
-        raise CheckFailed(message) if is_refused else RuntimeError(message)
-
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """The parts of all replicas, on every rank.
 
         They go round the ring of first ranks, and down the chain of each one's members: a part crosses every link once.
         """
-        if self._world == 1:
-            return [part]
         size, first = self.member.size, self.replica.rank * self.member.size
-        ring = (first + size) % self._world if self.member.first and self.replica.size > 1 else None
-        chain = self._rank + 1 if self.member.rank < size - 1 else None
-        source = (first - size) % self._world if self.member.first else self._rank - 1
+        rank, world, leads = first + self.member.rank, size * self.replica.size, self.member.first
         parts, sends = torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)), []
         for hop in range(self.replica.size):
             this = parts[(self.replica.rank - hop) % self.replica.size]
-            if self.member.first and hop == 0:
+            if leads and hop == 0:
                 this.copy_(part)
             else:
-                dist.recv(this, source)
-            last = hop == self.replica.size - 1
-            sends += [dist.isend(this, to) for to in (None if last else ring, chain) if to is not None]
+                dist.recv(this, (first - size) % world if leads else rank - 1)
+            if leads and hop < self.replica.size - 1:
+                sends.append(dist.isend(this, (first + size) % world))
+            if self.member.rank < size - 1:
+                sends.append(dist.isend(this, rank + 1))
         for send in sends:
             send.wait()
         return parts

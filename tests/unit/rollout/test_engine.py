@@ -62,7 +62,7 @@ class Llm:
                 break
         reason = "stop" if tokens[-1] in stop_token_ids else "length"
         answer = SimpleNamespace(token_ids=tokens, logprobs=flat(tokens), finish_reason=reason)
-        return SimpleNamespace(outputs=[answer], num_cached_tokens=None)
+        return SimpleNamespace(outputs=[answer], num_cached_tokens=1)
 
 
 def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,8 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     sample = engine.sample([Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0)[0]
     assert (sample.tokens.tolist(), sample.finish) == ([5, 6, *tokens], finish)
     assert sample.trainable.tolist() == [False, False] + [True] * len(tokens)
-    assert len(sample.rollout_logprobs) == len(sample.tokens)
+    assert sample.rollout_logprobs.tolist() == [0.0, 0.0] + [-1.0] * len(tokens)
+    assert sample.prompt_tokens_computed == 1, "of 2 tokens, 1 was cached"
 
 
 @pytest.mark.parametrize(("capability", "backend"), [((9, 0), "auto"), ((10, 0), "triton"), (None, "auto")])
