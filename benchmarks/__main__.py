@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import plans
+from benchmarks import plans, ranks512
 from benchmarks.run import bench, describe
 
 
@@ -21,6 +21,8 @@ def main() -> int:
         return 0
     if args.names == ["plans"]:  # compared with limits, not with other software
         return 0 if plans.check(only=args.only, json_file=args.json) else 3
+    if args.names == ["ranks512"]:
+        return 0 if ranks512.check(json_file=args.json) else 3
     return 0 if bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json) else 3
 
 

@@ -42,16 +42,30 @@ class Prompts(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated
+
+
 class Sampler(Protocol):
     """Samples from the policy: the engine replica of this rank."""
 
-    def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]: ...
+    def sample(
+        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+    ) -> list[Sample]: ...
+
+
+class Scoring(Protocol):
+    """Scores the samples of a rollout: slow rewards start with `add`, and `results` waits for them."""
+
+    def add(self, samples: Sequence[Sample]) -> None: ...
+    def results(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Returns these samples scored, in this order, those that were not added before too."""
+        ...
 
 
 class Rewards(Protocol):
     """Scores samples; never raises. A sample that cannot be scored has reward None."""
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]: ...
+    def start(self, prompts: Sequence[Prompt]) -> Scoring: ...
 
 
 class Rollouts(Protocol):

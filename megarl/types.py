@@ -60,6 +60,7 @@ class Sample:
     step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step that ends there)
     has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
     extra: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
 
 
 SAMPLE_TENSORS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of a Sample

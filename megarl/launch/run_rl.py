@@ -128,9 +128,14 @@ def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
 
 
 class _Unscored:
-    """roles.Rewards, without any."""
+    """roles.Rewards and roles.Scoring, without any."""
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+    def start(self, prompts: Sequence[Prompt]) -> _Unscored:
+        return self
+
+    def add(self, samples: Sequence[Sample]) -> None: ...
+
+    def results(self, samples: Sequence[Sample]) -> list[Sample]:
         return [replace(sample, reward=0.0) for sample in samples]
 
 
@@ -213,7 +218,6 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         make_scorer(rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer),
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
-        device=rank.device.torch,
         span=span,
         meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
     )

@@ -1,7 +1,8 @@
 """Scores samples by a weighted sum of named rewards, none of which can stop the run or block it forever.
 
     samples --> requests --+--> functions: on this thread, each call under a time limit -------+--> scores --> reward
-                           +--> code, servers, judges: on their own threads at the same time --+
+                           +--> code, servers, judges: on their own threads, while others ------+
+                                are still generated
 
 A score without a value drops the sample: its reward is None and extra["dropped"] has the cause. extra["counted"] has
 the causes of scores with a value (such as 0 for code that never ended). A cause reads `reward/<name>/<cause>`.
@@ -14,7 +15,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from queue import SimpleQueue
 
 from megarl.config.schema import AnswerPlace, Reward
 from megarl.platform.env import redact
@@ -47,31 +48,13 @@ class Scorer:
     answer: AnswerPlace = "auto"
     logged: set[str] = field(default_factory=set)
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        if self.decode is not None:
-            texts = [self.decode(sample.tokens[sample.trainable].tolist()) for sample in samples]
-            samples = [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
-        by_id = {prompt.prompt_id: prompt for prompt in prompts}
-        requests = [_request(by_id[sample.prompt_id], sample, self.answer) for sample in samples]
-        started = time.monotonic()
-        pending = [
-            (reward.name, reward.total_s, on_daemon_thread(partial(reward, requests)))
-            for reward in self.rewards
-            if reward.total_s is not None
-        ]
-        scores = {reward.name: reward(requests) for reward in self.rewards if reward.total_s is None}
-        for name, total_s, future in pending:
-            try:
-                scores[name] = future.result(max(started + total_s - time.monotonic(), 0))
-            except TimeoutError:
-                detail = f"did not score {len(requests)} samples within {total_s:.0f} s"
-                scores[name] = [Score(None, "timeout", detail)] * len(requests)
-        return [
-            self._scored(sample, {reward.name: scores[reward.name][row] for reward in self.rewards})
-            for row, sample in enumerate(samples)
-        ]
+    def start(self, prompts: Sequence[Prompt]) -> Scoring:
+        return Scoring(self, prompts)
 
-    def _scored(self, sample: Sample, scores: Mapping[str, Score]) -> Sample:
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        return self.start(prompts).results(samples)
+
+    def scored(self, sample: Sample, scores: Mapping[str, Score]) -> Sample:
         counted = []
         for name, score in scores.items():
             if score.value is None:
@@ -113,6 +96,76 @@ class Scorer:
             self.logged.add(cause)
             where = f"prompt {sample.prompt_id}, sample {sample.index}"
             log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, redact(detail))
+
+
+class Scoring:
+    """roles.Scoring: slow rewards get samples as they are added, functions all of them at the end."""
+
+    def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._scorer = scorer
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._rows: dict[int, int] = {}  # of each sample, by its id()
+        self._added: list[Sample] = []
+        self._decoded: list[tuple[Sample, ScoreRequest]] = []
+        self._workers = {reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None}
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        new = [self._decode(sample) for sample in samples]
+        self._rows |= {id(sample): row for row, sample in enumerate(samples, len(self._added))}
+        self._added += samples
+        self._decoded += new
+        for worker in self._workers.values() if new else ():
+            worker.inbox.put([request for _, request in new])
+
+    def results(self, samples: Sequence[Sample]) -> list[Sample]:
+        self.add([sample for sample in samples if id(sample) not in self._rows])
+        started, order = time.monotonic(), [self._rows[id(sample)] for sample in samples]
+        for worker in self._workers.values():
+            worker.inbox.put([])
+        requests, rewards = [self._decoded[row][1] for row in order], self._scorer.rewards
+        scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
+        for name, worker in self._workers.items():
+            by_row = worker.results(len(self._added), started)
+            scores[name] = [by_row[row] for row in order]
+        return [
+            self._scorer.scored(self._decoded[row][0], {reward.name: scores[reward.name][place] for reward in rewards})
+            for place, row in enumerate(order)
+        ]
+
+    def _decode(self, sample: Sample) -> tuple[Sample, ScoreRequest]:
+        if self._scorer.decode is not None:
+            sample = replace(sample, text=self._scorer.decode(sample.tokens[sample.trainable].tolist()))
+        return sample, _request(self._prompts[sample.prompt_id], sample, self._scorer.answer)
+
+
+class _Worker:
+    """A thread that scores batches, each of them what was handed over during the one before."""
+
+    def __init__(self, reward: BatchReward) -> None:
+        self.reward, self.scores = reward, list[Score]()
+        self.inbox: SimpleQueue[list[ScoreRequest]] = SimpleQueue()  # an empty list is the end
+        self.done = on_daemon_thread(self._run)
+
+    def results(self, count: int, started: float) -> list[Score]:
+        """`count` scores, in the order of the inbox; those that are not there `total_s` after `started` have none."""
+        limit = self.reward.total_s or 0.0
+        try:
+            self.done.result(max(started + limit - time.monotonic(), 0))
+        except TimeoutError:
+            scores = self.scores[:]
+            detail = f"did not score {count - len(scores)} samples within {limit:.0f} s"
+            return scores + [Score(None, "timeout", detail)] * (count - len(scores))
+        return self.scores
+
+    def _run(self) -> None:
+        while batch := self.inbox.get():
+            is_last = False
+            while not is_last and not self.inbox.empty():
+                more = self.inbox.get()
+                batch, is_last = batch + more, not more
+            self.scores += self.reward(batch)
+            if is_last:
+                return
 
 
 def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest:

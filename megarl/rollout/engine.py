@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.config.schema import Rollout
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
+from megarl.roles import Finished
 from megarl.types import CheckFailed, Finish, Request, Sample
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Engine:
                 max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+                # vLLM's choice on a CPU is 128, and a prompt's last, incomplete block is computed for every sample
+                block_size=32 if on_cpu else None,
                 enforce_eager=eager,
                 moe_backend=_moe_backend(),
                 # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
@@ -131,8 +134,10 @@ class Engine:
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
 
-    def sample(self, requests: Sequence[Request], *, version: int) -> list[Sample]:
-        """Returns one sample per request, in the same order.
+    def sample(
+        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+    ) -> list[Sample]:
+        """Returns one sample per request, in the same order; each is passed to `finished` as soon as it is finished.
 
         Raises CheckFailed if the engine is asleep or lacks weights of `version`, ValueError if a prompt is too long.
         """
@@ -159,12 +164,17 @@ class Engine:
                 max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
                 stop_token_ids=self._stop_token_ids,
                 logprobs=0,  # the sampled token only
+                flat_logprobs=True,  # one list, instead of a dictionary per token
                 detokenize=False,
             )
             for request in requests
         ]
-        outputs = self._generate([list(request.prompt.tokens) for request in requests], params)
-        return [_sample(request, output, version) for request, output in zip(requests, outputs, strict=True)]
+        samples: dict[int, Sample] = {}
+        for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
+            new = {number: _sample(requests[number], output, version) for number, output in outputs}
+            samples |= new
+            finished(list(new.values()))
+        return [samples[number] for number in range(len(requests))]
 
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
@@ -185,14 +195,9 @@ class Engine:
         from vllm import SamplingParams
 
         prompts = [row.tolist() for row in rows]
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         outputs = self._uncommitted(prompts, [params] * len(prompts))
-        return [
-            torch.tensor(
-                [entry[token].logprob for token, entry in zip(row[1:], (output.prompt_logprobs or [])[1:], strict=True)]  # type: ignore[index]
-            )
-            for row, output in zip(prompts, outputs, strict=True)
-        ]
+        return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]  # type: ignore[union-attr]
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
@@ -236,29 +241,38 @@ class Engine:
     def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
         self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        return self._generate(prompts, params)
+        outputs = dict(output for outputs in self._steps(prompts, params) for output in outputs)
+        return [outputs[number] for number in range(len(prompts))]
 
-    def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
+        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs."""
         if not prompts:
-            return []
+            return
         with _compiler(self._eager):
             inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            return self._llm.generate(inputs, params, use_tqdm=False)
+            ids = self._llm.enqueue(inputs, params, use_tqdm=False)  # an output has its id up to the "-"
+            numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
+            while self._llm.llm_engine.has_unfinished_requests():
+                done = [output for output in self._llm.llm_engine.step() if output.finished]
+                if done:
+                    yield [(numbers[output.request_id], output) for output in done]
 
 
 def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
     answer = output.outputs[0]
     prompt, response = list(request.prompt.tokens), list(answer.token_ids)
-    scores = [entry[token].logprob for token, entry in zip(response, answer.logprobs or [], strict=True)]  # type: ignore[index]
     skipped = len(prompt)
+    logprobs = torch.zeros(skipped + len(response))
+    logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,
         tokens=torch.tensor(prompt + response),
         trainable=torch.arange(skipped + len(response)) >= skipped,
-        rollout_logprobs=torch.tensor([0.0] * skipped + scores, dtype=torch.float32),
+        rollout_logprobs=logprobs,
         versions=(version, version),
         finish=FINISHES.get(answer.finish_reason, "abort"),
+        prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
     )
 
 

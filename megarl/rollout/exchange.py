@@ -1,10 +1,11 @@
-"""Distributes requests over engine replicas, and gathers the scored samples on every rank.
+"""Deals requests to engine replicas, and gathers the scored samples on every rank.
 
-    requests (the same on all ranks) --replica r takes r, r + R, ...--> engine --its first rank scores--> one all-gather
-    --> the same scored samples on every rank, sorted by (prompt, index)
+    requests (the same on all ranks) --deal: a prompt's samples to one replica--> engine --its first rank scores--+
+    the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
 
-Each rank contributes one byte tensor [header length | JSON header | tokens | log-probs | masks]; no pickles. A rank on
-which sampling or scoring fails contributes its error instead, so that its peers do not wait for it.
+The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks], in
+host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before anything is sent,
+so that its peers do not wait for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from heapq import heappop, heappush
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,7 +38,6 @@ class Exchange:
     rewards: Rewards
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
-    device: torch.device
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
@@ -45,55 +47,87 @@ class Exchange:
         If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
-        parts = self._all_gather(self._sample(requests[self.replica.rank :: self.replica.size], version))
-        headers = [_header(part)[0] for part in parts]
-        failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
-        if failures:
-            is_refused, rank = min(failures)  # report a bug before a refusal that it may have caused
-            message = f"rank {rank} could not sample: {headers[rank]['error']}"
+        rank, world = self.replica.rank * self.member.size + self.member.rank, self.replica.size * self.member.size
+        part, digest, error = torch.empty(0, dtype=torch.uint8), "0", None
+        try:
+            part, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
+        except CheckFailed as refusal:
+            error = (True, rank, str(refusal))
+        except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
+            error = (False, rank, f"{type(defect).__name__}: {defect}")
+        entry = torch.tensor([part.numel(), int(digest[:15], 16), error is not None])
+        entries, errors = entry.repeat(world), [error]
+        if world > 1:
+            self.meet()  # a replica may be later than a collective waits
+            dist.all_gather_into_tensor(entries, entry)
+        entries = entries.view(world, len(entry))
+        if entries[:, 2].any():
+            if world > 1:
+                errors *= world
+                dist.all_gather_object(errors, error)
+            is_refused, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
+            message = f"rank {rank} could not sample: {text}"
             raise CheckFailed(message) if is_refused else RuntimeError(message)
-        digests = [header["digest"] for header in headers]
-        for first in range(0, len(digests), self.member.size):
-            if len(set(digests[first : first + self.member.size])) > 1:
-                ranks = f"{first}..{first + self.member.size - 1}"
+        for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):
+            if len(set(digests)) > 1:
+                ranks = f"{replica * self.member.size}..{(replica + 1) * self.member.size - 1}"
                 raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
+        parts = self._gather(part, entries[:: self.member.size, 0].tolist())
         samples = [sample for part in parts for sample in unpack(part)]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
 
-    def _sample(self, requests: Sequence[Request], version: int) -> Tensor:
-        """This rank's contribution: the scored samples of its replica, or an error."""
-        try:
-            samples = self.sampler.sample(requests, version=version)
-            digest = digest_samples(samples)
-            if not self.member.first:
-                return pack([], digest)
-            with self.span("reward"):
-                samples = self.rewards.score([request.prompt for request in requests], samples)
-            return pack(samples, digest)
-        except CheckFailed as error:
-            return _part({"error": str(error), "refused": True})
-        except Exception as error:  # noqa: BLE001 (peers wait in the all-gather, which carries the error)
-            return _part({"error": f"{type(error).__name__}: {error}", "refused": False})
+    def _sample(self, requests: Sequence[Request], version: int) -> tuple[Tensor, str]:
+        """The scored samples of this replica, packed on its first rank, and their digest."""
+        if not self.member.first:
+            return torch.empty(0, dtype=torch.uint8), digest_samples(self.sampler.sample(requests, version=version))
+        scoring = self.rewards.start([request.prompt for request in requests])
+        samples = self.sampler.sample(requests, version=version, finished=scoring.add)
+        with self.span("reward"):  # what generation has not hidden
+            scored = scoring.results(samples)
+        return pack(scored), digest_samples(samples)
 
-    def _all_gather(self, part: Tensor) -> list[Tensor]:
-        """The parts of all ranks, padded to the longest while they travel."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world == 1:
-            return [part]
-        self.meet()  # NCCL's watchdog would end the job if a rank waited on the device for long
-        size = torch.tensor([part.numel()], device=self.device)
-        sizes = torch.empty(world, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(sizes, size)
-        longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        padded[: part.numel()] = part.to(self.device)
-        gathered = torch.empty(world * longest, dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(gathered, padded)
-        rows = gathered.cpu().view(world, longest)
-        return [row[:length].clone() for row, length in zip(rows, sizes.tolist(), strict=True)]
+    def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """The parts of all replicas, on every rank.
+
+        They go round the ring of first ranks, and down the chain of each one's members: a part crosses every link once.
+        """
+        size, first = self.member.size, self.replica.rank * self.member.size
+        rank, world, leads = first + self.member.rank, size * self.replica.size, self.member.first
+        parts, sends = torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)), []
+        for hop in range(self.replica.size):
+            this = parts[(self.replica.rank - hop) % self.replica.size]
+            if leads and hop == 0:
+                this.copy_(part)
+            else:
+                dist.recv(this, (first - size) % world if leads else rank - 1)
+            if leads and hop < self.replica.size - 1:
+                sends.append(dist.isend(this, (first + size) % world))
+            if self.member.rank < size - 1:
+                sends.append(dist.isend(this, rank + 1))
+        for send in sends:
+            send.wait()
+        return parts
 
 
-def pack(samples: Sequence[Sample], digest: str) -> Tensor:
+def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
+    """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others.
+
+    Replicas get equally many prompts (within one), and about equally many prompt tokens. With fewer prompts than
+    replicas, a prompt's requests are split, so that no replica is idle.
+    """
+    groups = [list(group) for _, group in groupby(requests, lambda request: request.prompt.prompt_id)]
+    pieces = max(replicas // max(len(groups), 1), 1)
+    groups = [group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))]
+    shares: list[list[Request]] = [[] for _ in range(replicas)]
+    loads = [(0, 0, replica) for replica in range(replicas)]  # groups, prompt tokens
+    for group in sorted(groups, key=lambda group: -len(group[0].prompt.tokens)):
+        count, tokens, replica = heappop(loads)
+        shares[replica] += group
+        heappush(loads, (count + 1, tokens + len(group[0].prompt.tokens), replica))
+    return shares
+
+
+def pack(samples: Sequence[Sample]) -> Tensor:
     """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
     names = [field.name for field in fields(Sample) if field.name not in SAMPLE_TENSORS]
     rows = [{"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}} for s in samples]
@@ -101,13 +135,15 @@ def pack(samples: Sequence[Sample], digest: str) -> Tensor:
         torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
         for name, dtype in SAMPLE_TENSORS.items()
     ]
-    return _part({"digest": digest, "samples": rows}, *columns)
+    text = json.dumps(rows).encode()
+    data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    return torch.cat([torch.frombuffer(data, dtype=torch.uint8), *(column.view(torch.uint8) for column in columns)])
 
 
 def unpack(part: Tensor) -> list[Sample]:
     """The samples that `pack` packed, with equal values and dtypes."""
-    header, offset = _header(part)
-    rows: list[dict[str, Any]] = header["samples"]
+    offset = LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES].numpy().tobytes(), "little")
+    rows: list[dict[str, Any]] = json.loads(part[LENGTH_BYTES:offset].numpy().tobytes())
     lengths = [row.pop("length") for row in rows]
     columns: dict[str, Sequence[Any]] = {}
     for name, dtype in SAMPLE_TENSORS.items():
@@ -118,16 +154,3 @@ def unpack(part: Tensor) -> list[Sample]:
         row["versions"] = tuple(row["versions"])
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
     return [Sample(**row, **{name: columns[name][i] for name in SAMPLE_TENSORS}) for i, row in enumerate(rows)]
-
-
-def _part(header: dict[str, Any], *columns: Tensor) -> Tensor:
-    text = json.dumps(header).encode()
-    data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    tensors = [torch.frombuffer(data, dtype=torch.uint8), *(column.view(torch.uint8) for column in columns)]
-    return torch.cat(tensors)
-
-
-def _header(part: Tensor) -> tuple[dict[str, Any], int]:
-    """The header, and the offset of what follows it."""
-    end = LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES].numpy().tobytes(), "little")
-    return json.loads(part[LENGTH_BYTES:end].numpy().tobytes()), end

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Rollouts:
     temperature: float
     run_seed: int
     keep: Callable[[Group], bool] | None = None  # groups that are not kept are replaced by fresh prompts
-    max_refills: int = Algorithm().max_refills  # rounds of fresh prompts per step
+    max_refills: int = Algorithm().max_refills  # rounds of fresh prompts per step, each of at most `count`
     shape: Callable[[Sample], Sample] | None = None  # changes rewards (reward_shaping.py)
     greedy_baseline: bool = False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
     empty_steps: int | None = None  # number of empty steps in a row; None: no step has had a group yet
@@ -67,14 +68,19 @@ class Rollouts:
         generated: list[Group] = []
         kept: list[Group] = []
         flat: list[Group] = []
+        taken = size = count
         for refill in range(1 + self.max_refills):
             counts["rollout/refills"] = refill
-            groups = self._groups(prompts.take(count - len(kept)), version, counts)
+            groups = self._groups(prompts.take(size), version, counts)
             generated += groups
             for group in groups:
                 (kept if self.keep is None or self.keep(group) else flat).append(group)
-            if len(kept) == count or (self.keep is None and kept):
+            if len(kept) >= count or (self.keep is None and kept):
                 break
+            # enough for the missing groups if as many are kept as so far, instead of a round for each half of them
+            size = min(math.ceil((count - len(kept)) * taken / max(len(kept), 1)), count)
+            taken += size
+        counts["groups/surplus"], kept = max(len(kept) - count, 0), kept[:count]
         if not kept:  # train on groups without spread: the KL and entropy terms still have gradients
             kept, flat = flat[:count], flat[count:]
             counts["groups/kept_flat"] = len(kept)
@@ -107,6 +113,7 @@ class Rollouts:
         ]
         by_prompt: dict[int, list[Sample]] = {prompt.prompt_id: [] for prompt in prompts}
         for sample in self.generate(requests, version=version):
+            counts["rollout/prompt_tokens_computed"] += sample.prompt_tokens_computed
             by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
         groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         usable = []

@@ -129,7 +129,7 @@ def export(folder: Path) -> None:
 
 
 class Sampler:
-    def sample(self, requests, *, version):
+    def sample(self, requests, *, version, finished=None):
         return [
             Sample(
                 request.prompt.prompt_id,
@@ -145,14 +145,20 @@ class Sampler:
 
 
 class Rewards:
-    def score(self, prompts, samples):
+    def start(self, prompts):
+        return self
+
+    def add(self, samples):
+        pass
+
+    def results(self, samples):
         return [replace(sample, reward=float(sample.prompt_id)) for sample in samples]
 
 
 def exchange() -> None:
     requests = [Request(Prompt(number, (1,), ""), index, 0, 1.0) for number in range(2) for index in range(2)]
     rank = dist.get_rank()
-    samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1), DEVICE)(requests, 3)
+    samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
     assert [(x.prompt_id, x.index, x.reward) for x in samples] == [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)]
 
 

@@ -35,7 +35,7 @@ class Sampler:
     calls: int = 0
     seconds: float = 0.0
 
-    def sample(self, requests, *, version):
+    def sample(self, requests, *, version, finished=None):
         self.calls += len(requests)
         sleep(self.seconds)
         return [
@@ -57,7 +57,13 @@ class Rewards:
     fail: bool = False
     calls: int = 0
 
-    def score(self, prompts, samples):
+    def start(self, prompts):
+        return self
+
+    def add(self, samples):
+        pass
+
+    def results(self, samples):
         self.calls += len(samples)
         if self.fail:
             raise OSError("the scorer is gone")
@@ -71,7 +77,7 @@ def main(folder: Path) -> None:
     def exchange(sampler: Sampler, rewards: Rewards) -> Exchange:
         replica, member = Axis(2, rank // 2), Axis(2, rank % 2)
         meet = partial(transport.barrier, "the exchange of samples", patience=12)
-        return Exchange(sampler, rewards, replica=replica, member=member, device=torch.device("cpu"), meet=meet)
+        return Exchange(sampler, rewards, replica=replica, member=member, meet=meet)
 
     requests = [Request(Prompt(p, (1,), ""), i) for p in range(3) for i in range(3)]
     sampler, rewards = Sampler(), Rewards()

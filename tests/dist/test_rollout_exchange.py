@@ -24,8 +24,9 @@ def test_all_ranks_hold_the_same_sorted_samples(seen):
 
 
 def test_each_replica_samples_its_share_and_its_first_rank_scores(seen):
-    assert [rank["sampled"] for rank in seen] == [5, 5, 4, 4]
-    assert [rank["scored"] for rank in seen] == [5, 0, 4, 0]
+    """Of three prompts, whole ones."""
+    assert [rank["sampled"] for rank in seen] == [6, 6, 3, 3]
+    assert [rank["scored"] for rank in seen] == [6, 0, 3, 0]
 
 
 def test_failures_reach_every_rank(seen):

@@ -15,18 +15,6 @@ GPU = [
         "contract/test_signatures.py::test_settings_of_every_family_are_fields",
     ),
     (
-        "rollout/exchange.py",
-        "torch.tensor([part.numel()], device=self.device)",
-        "torch.tensor([part.numel()])",
-        DEVICES,
-    ),
-    (
-        "rollout/exchange.py",
-        "gathered.cpu().view(world, longest)",
-        "gathered.view(world, longest)",
-        DEVICES,
-    ),
-    (
         "weights/publish.py",
         "if flat is None else flat.to(self._device)",
         "if flat is None else flat",

@@ -16,7 +16,7 @@ import torch
 
 from megarl.config.schema import Reward, Task
 from megarl.data.tasks import load_task
-from megarl.rewards.interface import BatchReward
+from megarl.rewards.interface import BatchReward, Score
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import Prompt, Sample
@@ -245,6 +245,54 @@ def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     assert time.monotonic() - start < 60
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
     assert "did not score 2 samples within 0 s" in caplog.text
+
+
+class Seen:
+    """A slow reward: the sample's index, once `go` is set; the batches it got are in `batches`."""
+
+    def __init__(self):
+        self.batches, self.go, self.called = [], threading.Event(), threading.Event()
+
+    def __call__(self, requests):
+        self.batches.append([request.id for request in requests])
+        self.called.set()
+        assert self.go.wait(30)
+        return [Score(float(request.id.split("/")[1])) for request in requests]
+
+
+def test_a_slow_reward_scores_what_is_finished_while_others_are_generated():
+    slow, quick = Seen(), []
+    setattr(sys.modules[HERE], "_reward", lambda response: quick.append(response) or 0.0)  # noqa: B010
+    scorer = make_scorer([Reward(name=f"{HERE}:_reward")])
+    scorer = replace(scorer, rewards=(*scorer.rewards, BatchReward("slow", 1.0, slow, total_s=30.0)))
+    samples = [sample(index=index, text=str(index)) for index in range(4)]
+    scoring = scorer.start([PROMPT])
+    scoring.add(samples[2:3])
+    assert slow.called.wait(30) and not quick, "one batch at a time, and functions at the end"
+    scoring.add(samples[3:])
+    scoring.add([])
+    scoring.add(samples[:1])
+    slow.go.set()
+    done = scoring.results(samples)  # the one that was not added, too
+    assert [s.reward for s in done] == [0.0, 1.0, 2.0, 3.0] and quick == ["0", "1", "2", "3"]
+    assert slow.batches[0] == ["0/2"] and [id for batch in slow.batches for id in batch] == ["0/2", "0/3", "0/0", "0/1"]
+    assert len(slow.batches) <= 3
+
+
+def test_what_a_reward_scored_before_it_hung_is_kept(served):
+    def score(requests):
+        if requests[0].id != "0/0":
+            served.over.wait(120)
+        return [Score(7.0)] * len(requests)
+
+    scorer = replace(make_scorer([]), rewards=(BatchReward("stuck", 1.0, score, total_s=0.5),))
+    samples = [sample(index=index) for index in range(2)]
+    scoring = scorer.start([PROMPT])
+    scoring.add(samples[:1])
+    while not scoring._workers["stuck"].scores:
+        time.sleep(0.01)
+    done = scoring.results(samples)
+    assert [s.reward for s in done] == [7.0, None] and done[1].extra["dropped"] == "reward/stuck/timeout"
 
 
 class Breaks(Hangs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
 from megarl.rollout.engine import Engine, _moe_backend
-from megarl.types import Prompt, Request
+from megarl.types import Prompt, Request, Sample
+
+
+def flat(tokens: list[int]) -> SimpleNamespace:
+    """vLLM's FlatLogprobs."""
+    return SimpleNamespace(token_ids=tokens, logprobs=[-1.0] * len(tokens))
 
 
 class Llm:
@@ -20,16 +26,32 @@ class Llm:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.running: list[Any] = []
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.extend(tags)
 
-    def generate(self, inputs: list[Any], params: list[Any], *, use_tqdm: bool) -> list[Any]:
-        self.calls.append("generate")
-        if "stop_token_ids" in params[0]:
-            return [self._sample(**each) for each in params]
-        rows = [each["prompt_token_ids"] for each in inputs]
-        return [SimpleNamespace(prompt_logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in row]) for row in rows]
+    def enqueue(self, inputs: list[Any], params: list[Any], *, use_tqdm: bool) -> list[str]:
+        self.calls.append("enqueue")
+        for number, (prompt, each) in enumerate(zip(inputs, params, strict=True)):
+            prompt_logprobs = flat(prompt["prompt_token_ids"][1:])
+            output = self._sample(**each) if "stop_token_ids" in each else SimpleNamespace()
+            output.__dict__.update(request_id=str(7 + number), finished=True, prompt_logprobs=prompt_logprobs)
+            self.running.append(output)
+        return [f"{output.request_id}-a1b2" for output in self.running]
+
+    @property
+    def llm_engine(self) -> Any:
+        return SimpleNamespace(step=self._step, has_unfinished_requests=lambda: bool(self.running))
+
+    def _step(self) -> list[Any]:
+        """The last request is finished first, after a step in which it is not."""
+        output = self.running[-1]
+        if output.finished:
+            output.finished = False
+            return [SimpleNamespace(request_id=output.request_id, finished=False)]
+        output.finished = True
+        return [self.running.pop()]
 
     def _sample(self, max_tokens: int, stop_token_ids: list[int], **_: Any) -> SimpleNamespace:
         """Samples 11, 12, ... as vLLM does: the token that stops is part of the response."""
@@ -39,8 +61,8 @@ class Llm:
             if token in stop_token_ids:
                 break
         reason = "stop" if tokens[-1] in stop_token_ids else "length"
-        scores = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=scores, finish_reason=reason)])
+        answer = SimpleNamespace(token_ids=tokens, logprobs=flat(tokens), finish_reason=reason)
+        return SimpleNamespace(outputs=[answer], num_cached_tokens=1)
 
 
 def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +73,7 @@ def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.Mon
     engine._asleep = ["weights", "kv_cache"]
     engine.wake("weights")
     assert [row.tolist() for row in engine.score(torch.zeros(2, 3, dtype=torch.int64))] == [[-1.0, -1.0]] * 2
-    assert llm.calls == ["weights", "kv_cache", "generate"]
+    assert llm.calls == ["weights", "kv_cache", "enqueue"]
 
 
 @pytest.mark.parametrize(("stop", "tokens", "finish"), [("12", [11, 12], "stop"), ("15", [11, 12, 13, 14], "length")])
@@ -65,7 +87,8 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     sample = engine.sample([Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0)[0]
     assert (sample.tokens.tolist(), sample.finish) == ([5, 6, *tokens], finish)
     assert sample.trainable.tolist() == [False, False] + [True] * len(tokens)
-    assert len(sample.rollout_logprobs) == len(sample.tokens)
+    assert sample.rollout_logprobs.tolist() == [0.0, 0.0] + [-1.0] * len(tokens)
+    assert sample.prompt_tokens_computed == 1, "of 2 tokens, 1 was cached"
 
 
 @pytest.mark.parametrize(("capability", "backend"), [((9, 0), "auto"), ((10, 0), "triton"), (None, "auto")])
@@ -76,3 +99,17 @@ def test_experts_keep_their_width_on_blackwell(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert _moe_backend() == backend
+
+
+def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    llm, handed = Llm(), []
+    engine = Engine(llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0), eager=False)  # type: ignore[arg-type]
+    requests = [Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)]
+
+    def finished(samples: Sequence[Sample]) -> None:
+        handed.append(([sample.prompt_id for sample in samples], len(llm.running)))
+
+    samples = engine.sample(requests, version=0, finished=finished)
+    assert [sample.prompt_id for sample in samples] == [0, 1, 2]
+    assert handed == [([2], 2), ([1], 1), ([0], 0)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from megarl.layout import Axis
-from megarl.rollout.exchange import Exchange, pack, unpack
+from megarl.rollout.exchange import Exchange, deal, pack, unpack
 from megarl.types import CheckFailed, Prompt, Sample
 
 
@@ -41,36 +41,44 @@ def test_round_trip_is_exact():
         sample(5, 1, 0, finish="abort"),
         sample(6, 0, 1, step_rewards=((2, 0.5), (9, -1.25)), extra={"dropped": "reward/accuracy/error"}, finish="stop"),
     ]
-    back = unpack(pack(samples, "17"))
+    back = unpack(pack(samples))
     assert len(back) == 3 and all(map(equal, samples, back))
-    assert unpack(pack([], "")) == []
+    assert unpack(pack([])) == []
 
 
 def test_reward_that_is_not_a_number_survives():
-    (back,) = unpack(pack([sample(0, 0, 2, reward=math.inf)], ""))
+    (back,) = unpack(pack([sample(0, 0, 2, reward=math.inf)]))
     assert back.reward == math.inf
 
 
 class Sampler:
-    def sample(self, requests, *, version):
-        return [sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests]
+    def sample(self, requests, *, version, finished):
+        samples = [
+            sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests
+        ]
+        finished(samples)
+        return samples
 
 
 class Doubles:
-    def score(self, prompts, samples):
-        from dataclasses import replace
+    def start(self, prompts):
+        return self
 
-        assert [prompt.prompt_id for prompt in prompts] == [s.prompt_id for s in samples]
+    def add(self, samples):
+        self.added = list(samples)
+
+    def results(self, samples):
+        assert samples == self.added
         return [replace(s, reward=2.0 * s.index) for s in samples]
 
 
 class Request:
-    def __init__(self, prompt_id: int, index: int) -> None:
-        self.prompt, self.index, self.seed, self.temperature = Prompt(prompt_id, (1,), ""), index, 0, 1.0
+    def __init__(self, prompt_id: int, index: int, length: int = 1) -> None:
+        self.prompt, self.index, self.seed, self.temperature = Prompt(prompt_id, (1,) * length, ""), index, 0, 1.0
 
 
 def alone(sampler, rewards) -> Exchange:
-    return Exchange(sampler, rewards, replica=Axis(1), member=Axis(1), device=torch.device("cpu"))
+    return Exchange(sampler, rewards, replica=Axis(1), member=Axis(1))
 
 
 def test_one_process_sorts_and_scores():
@@ -82,8 +90,28 @@ def test_one_process_sorts_and_scores():
 @pytest.mark.parametrize("error, kind", [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError)])
 def test_errors_keep_their_kind(error, kind):
     class Fails:
-        def sample(self, requests, *, version):
+        def sample(self, requests, *, version, finished):
             raise error
 
     with pytest.raises(kind, match=r"rank 0 could not sample: .*(stale|KeyError)"):
         alone(Fails(), Doubles())([Request(0, 0)], 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "samples", "replicas", "shares"),  # prompt tokens; prompts of each replica, and how many requests
+    [
+        ([5, 5, 5, 5], 2, 2, [({0, 2}, 4), ({1, 3}, 4)]),
+        ([9, 1, 8, 2], 2, 2, [({0, 1}, 4), ({2, 3}, 4)]),
+        ([5, 5, 5], 4, 2, [({0, 2}, 8), ({1}, 4)]),
+        ([5, 5], 4, 4, [({0}, 2), ({0}, 2), ({1}, 2), ({1}, 2)]),
+        ([5, 5], 1, 4, [({0}, 1), ({1}, 1), (set(), 0), (set(), 0)]),
+        ([], 1, 2, [(set(), 0), (set(), 0)]),
+    ],
+)
+def test_a_prompts_samples_share_a_replica_and_no_replica_is_idle(lengths, samples, replicas, shares):
+    requests = [Request(p, i, length) for p, length in enumerate(lengths) for i in range(samples)]
+    dealt = deal(requests, replicas)
+    assert [({r.prompt.prompt_id for r in share}, len(share)) for share in dealt] == shares
+    assert sorted((r.prompt.prompt_id, r.index) for share in dealt for r in share) == [
+        (r.prompt.prompt_id, r.index) for r in requests
+    ]

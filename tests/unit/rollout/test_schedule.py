@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,14 +107,31 @@ def test_filtered_groups_are_replaced_by_fresh_prompts():
     rollout = roll.collect(prompts, 4, version=0)
     assert [group.prompt.prompt_id for group in rollout.groups] == [1, 3, 5, 7]
     assert rollout.counts["groups/filtered"] >= 3
-    assert len(rollout.generated) == prompts.position  # what was sampled, kept or not
+    assert len(rollout.generated) == prompts.position == 8  # what was sampled, kept or not
+    assert rollout.counts["rollout/refills"] == 1, "half are kept, so twice as many as are missing are asked for"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_groups_that_are_kept_are_trained_on_however_refills_are_sized(seed):
+    """The same groups as if each missing one were asked for alone."""
+    draw = random.Random(seed)
+    rate = draw.uniform(0.2, 0.9)
+    has_spread_of = [draw.random() < rate for _ in range(400)]
+    roll = rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread, max_refills=30)
+    prompts = Counting()
+    rollout = roll.collect(prompts, 12, version=0)
+    assert [group.prompt.prompt_id for group in rollout.groups] == [i for i, has in enumerate(has_spread_of) if has][
+        :12
+    ]
+    assert rollout.counts["rollout/refills"] <= 5
+    assert rollout.counts["groups/surplus"] == sum(has_spread_of[: prompts.position]) - 12
 
 
 def test_refills_are_bounded():
     roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2)
     prompts = Counting()
     assert len(roll.collect(prompts, 2, version=0).groups) == 1
-    assert prompts.position == 2 + 1 + 1
+    assert prompts.position == 2 + 2 + 2, "at most as many again as were asked for"
 
 
 def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
