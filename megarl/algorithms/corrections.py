@@ -25,11 +25,16 @@ from megarl.algorithms.rows import Rows, clean
 class _Gap:
     """Clean inputs of every correction."""
 
-    rows: Rows
+    mask_T: Tensor
+    cu_seqlens: Tensor
     log_ratio_T: Tensor  # o - b
     old_logprobs_T: Tensor
     logprobs_T: Tensor | None
     advantages_T: Tensor | None
+
+    @property
+    def rows(self) -> Rows:
+        return Rows.of(self.mask_T, self.cu_seqlens)
 
     @property
     def weight_T(self) -> Tensor:
@@ -52,7 +57,7 @@ def _weights(
     rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T)
     new_T = None if logprobs_T is None else clean(logprobs_T.detach(), mask_T)
     advantages_T = None if advantages_T is None else clean(advantages_T.detach(), mask_T)
-    gap = _Gap(Rows.of(mask_T, cu_seqlens), old_T - rollout_T, old_T, new_T, advantages_T)
+    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, new_T, advantages_T)
     return clean(rule(gap, **options), mask_T)
 
 

@@ -62,7 +62,8 @@ class Rows:
 
     def spread(self, x_N: Tensor) -> Tensor:
         """[T]: each row's value on its True positions, 0 elsewhere."""
-        x_R = clean(x_N.repeat_interleave(self.first_run_N.diff()), self.run_mask_R)
+        x_R = x_N.repeat_interleave(self.first_run_N.diff(), output_size=self.run_mask_R.numel())
+        x_R = clean(x_R, self.run_mask_R)
         return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:

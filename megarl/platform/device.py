@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 
@@ -37,6 +38,11 @@ def pick_device(local_rank: int = 0) -> Device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return Device(device, "nccl")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies without waiting for the device: to a GPU, from pinned memory."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def gpu_uuids(count: int) -> list[str]:

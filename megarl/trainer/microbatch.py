@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.layout import Axis
+from megarl.platform.device import to_device
 from megarl.trainer.context_parallel import local_positions, row_multiple
 from megarl.types import MicrobatchRows, TokenBatch
 
@@ -29,18 +30,40 @@ class Microbatch:
     positions: Tensor  # [1, Q] int64, from 0 in each row
     packed: PackedSeqParams  # padded rows and the dummy row, over all context ranks
     source: Tensor  # [Q] int64, on the CPU: which of the M positions, -1 for padding
+    lengths: tuple[int, ...]  # of the rows
+    padded: tuple[int, ...]  # lengths of the padded rows and the dummy row, P together
     rows: MicrobatchRows  # real rows only
     read: Tensor  # [S] int64: positions of Q that the head reads
     read_rows: Tensor  # [S] int64: the same positions among the M
     labels: Tensor  # [S] int64
 
 
+class Staging:
+    """Copies [T] tensors of a batch to the device, each once, however many micro-batches read it: this rank's rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._index: list[Tensor] = []
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the [T] tensor, which is kept alive
+
+    def add(self, index: Tensor) -> int:
+        """Adds the rows of a micro-batch, [M] positions of [T]; returns where they start in what it copies."""
+        start = sum(map(len, self._index))
+        self._index.append(index)
+        return start
+
+    def __call__(self, x_T: Tensor) -> Tensor:
+        if id(x_T) not in self._copies:
+            self._copies[id(x_T)] = x_T, to_device(x_T[torch.cat(self._index)], self.device)
+        return self._copies[id(x_T)][1]
+
+
 def pack(
-    batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, device: torch.device
+    batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, staging: Staging
 ) -> Microbatch:
     """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
-    lengths = [end - start for start, end in spans]
+    lengths, device = [end - start for start, end in spans], staging.device
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
@@ -57,14 +80,23 @@ def pack(
     tokens = torch.zeros_like(source).index_put((is_real,), batch.tokens[index][source[is_real]])
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     return Microbatch(
-        tokens=tokens[None].to(device),
-        positions=position_P[local_Q][None].to(device),
+        tokens=to_device(tokens[None], device),
+        positions=to_device(position_P[local_Q][None], device),
         packed=_rows(padded, context.size, device),
         source=source,
-        rows=MicrobatchRows(tuple(rows), index, cu_seqlens.to(device), batch.mask[index].to(device)),
-        read=read.to(device),
-        read_rows=read_rows.to(device),
-        labels=batch.labels[index][read_rows].to(device),
+        lengths=tuple(lengths),
+        padded=tuple(padded),
+        rows=MicrobatchRows(
+            tuple(rows),
+            index,
+            to_device(cu_seqlens, device),
+            to_device(batch.mask[index], device),
+            staging,
+            staging.add(index),
+        ),
+        read=to_device(read, device),
+        read_rows=to_device(read_rows, device),
+        labels=to_device(batch.labels[index][read_rows], device),
     )
 
 
@@ -73,7 +105,7 @@ def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedS
 
     Padding comes last in a row, so the causal mask hides it. Transformer Engine splits rows by `cu_seqlens_*_padded`.
     """
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    cu_seqlens = to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     padded: Any = cu_seqlens if context > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
@@ -91,7 +123,7 @@ def extended(microbatch: Microbatch, length: int) -> Microbatch:
     num_dummy = length - length_of(microbatch)
     if not num_dummy:
         return microbatch
-    lengths = microbatch.packed.cu_seqlens_q.diff().tolist()
+    padded = (*microbatch.padded, num_dummy)
     context = length_of(microbatch) // microbatch.tokens.shape[1]
     num_local = num_dummy // context
     return replace(
@@ -99,10 +131,11 @@ def extended(microbatch: Microbatch, length: int) -> Microbatch:
         tokens=pad(microbatch.tokens, (0, num_local)),
         positions=pad(microbatch.positions, (0, num_local)),
         source=pad(microbatch.source, (0, num_local), value=-1),
-        packed=_rows([*lengths, num_dummy], context, microbatch.tokens.device),
+        packed=_rows(padded, context, microbatch.tokens.device),
+        padded=padded,
     )
 
 
 def length_of(microbatch: Microbatch) -> int:
     """Returns P, the padded length over all context ranks."""
-    return int(microbatch.packed.cu_seqlens_q[-1])
+    return sum(microbatch.padded)

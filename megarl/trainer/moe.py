@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from megarl.config.schema import Moe
 from megarl.layout import Axis
 from megarl.models.shape import ModelShape
+from megarl.platform.device import to_device
 from megarl.trainer.microbatch import Microbatch
 
 
@@ -45,12 +46,12 @@ class RouterRows:
     @classmethod
     def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
         """`weights_T` covers the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
-        rows, cu_seqlens = microbatch.rows, microbatch.rows.cu_seqlens.cpu()
+        rows, cu_seqlens = microbatch.rows, torch.tensor([0, *microbatch.lengths]).cumsum(0)
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
         row_N = torch.where(source_N < 0, cu_seqlens.numel() - 1, row_N)
         until = torch.cat([weights_T.new_zeros(1), weights_T[rows.index].cumsum(0)])[cu_seqlens]
-        return cls(row_N.to(device), cu_seqlens.diff().float().to(device), until.diff().float().to(device))
+        return cls(*(to_device(x, device) for x in (row_N, cu_seqlens.diff().float(), until.diff().float())))
 
     def as_one(self) -> RouterRows:
         """Returns the whole micro-batch as a single row."""

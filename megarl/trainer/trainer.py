@@ -35,7 +35,7 @@ from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.load import load_hf
 from megarl.trainer.megatron_config import transformer_config
-from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
+from megarl.trainer.microbatch import Microbatch, Staging, extended, length_of, pack
 from megarl.trainer.model import build_model, local_tensors
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
@@ -134,12 +134,7 @@ class Trainer:
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read."""
-        outputs = self._no_outputs(batch)
-
-        def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            self._write(outputs, rows, read)
-            return outputs.new_zeros(())
-
+        outputs, write = self._outputs(batch)
         self._run(batch, self.microbatches(batch), write, train=False)
         return self._gathered(outputs)
 
@@ -163,20 +158,20 @@ class Trainer:
         """
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
         lr = self.scheduler.lr
-        outputs = self._no_outputs(batch)
+        outputs, write = self._outputs(batch)
         if not num_tokens:
             if before_step is not None:
                 before_step(self._gathered(outputs))
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
-        sums = LossSums(loss, weights_T, self.head.fields(entropy=True), self.device)
         microbatches = self._pack(batch, ranks[self.layout.dp.rank])
+        sums = LossSums(loss, weights_T, self.head.fields(entropy=True), microbatches[0].rows)
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
 
         def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            self._write(outputs, rows, read)
+            write(rows, read)
             return sums(rows, read)
 
         self._run(batch, microbatches, on_outputs, train=True)
@@ -206,9 +201,8 @@ class Trainer:
     def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...]) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
-        microbatches = [
-            pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device) for part in rows
-        ]
+        staging = Staging(self.device)
+        microbatches = [pack(batch, part, is_read_T, tensor=tensor, context=context, staging=staging) for part in rows]
         if self.model[0].config.variable_seq_lengths:
             return microbatches
         longest = torch.tensor(max(map(length_of, microbatches)), device=self.device)
@@ -221,14 +215,18 @@ class Trainer:
             self.model, microbatches, self.head, options, on_outputs, context=self.groups.context, train=train
         )
 
-    def _no_outputs(self, batch: TokenBatch) -> Tensor:
-        return torch.zeros(len(self.head.fields(entropy=False)), batch.num_tokens, device=self.device)
+    def _outputs(self, batch: TokenBatch) -> tuple[Tensor, OnOutputs]:
+        """Returns outputs [fields, T] of zeros, and a function that writes what the head read of a micro-batch there."""
+        fields, positions_T = self.head.fields(entropy=False), torch.arange(batch.num_tokens)
+        outputs = torch.zeros(len(fields), batch.num_tokens, device=self.device)
 
-    def _write(self, outputs: Tensor, rows: MicrobatchRows, read: TokenOutputs) -> None:
-        """Writes what the head read of a micro-batch into `outputs` [fields, T]."""
-        if self._owns_outputs:
-            read_FM = torch.stack([getattr(read, name) for name in self.head.fields(entropy=False)])
-            outputs[:, rows.index.to(self.device)] = read_FM.detach()
+        def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
+            if self._owns_outputs:
+                read_FM = torch.stack([getattr(read, name) for name in fields])
+                outputs[:, rows.select(positions_T)] = read_FM.detach()
+            return outputs.new_zeros(())
+
+        return outputs, write
 
     def _gathered(self, outputs: Tensor) -> TokenOutputs:
         """Sums over the ranks: each has written its rows into zeros. Returns [T] fp32 on the CPU."""
