@@ -36,7 +36,7 @@ class Exchange:
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
     device: torch.device
-    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of "reward" and "exchange"
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
@@ -45,7 +45,9 @@ class Exchange:
         If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
-        parts = self._all_gather(self._sample(requests[self.replica.rank :: self.replica.size], version))
+        part = self._sample(requests[self.replica.rank :: self.replica.size], version)
+        with self.span("exchange"):
+            parts = self._all_gather(part)
         headers = [_header(part)[0] for part in parts]
         failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
         if failures:
