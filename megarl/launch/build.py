@@ -29,7 +29,7 @@ from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.models.shape import ModelShape
-from megarl.platform.device import DTYPES, Device, gpu_uuids, pick_device
+from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Trainer
@@ -137,7 +137,7 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
 
 
 def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
-    """Telemetry of a run from step `start` on; rank 0 also monitors the GPUs of its node's ranks."""
+    """Telemetry of a run from step `start` on, with the peak of start-up; rank 0 monitors its node's GPUs."""
     telemetry = open_telemetry(
         rank.config,
         rank=rank.env.rank,
@@ -146,6 +146,7 @@ def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
         facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
         gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.is_cuda else (),
     )
+    telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device.torch)})
     return closing(telemetry)
 
 

@@ -1,13 +1,15 @@
-"""Phases of a step: rollout, train and sync. Each one is timed, records its peak memory, and onloads or offloads
+"""Phases of a step: rollout, train, save and sync. Each one is timed, records its peak memory, and onloads or offloads
 tensors at its boundaries.
 
     rollout   ends: the engine sleeps
-    train     begins: the trainer's weights are onloaded;  ends: its optimizer state and gradients are offloaded
+    train     begins: the trainer's weights are onloaded
+    save      begins: its gradients are freed;             ends: its optimizer state is offloaded
     sync      begins: both sides' weights are onloaded;    ends: the trainer is offloaded, the engine's cache wakes
 
 The first phase is a sync; before it the trainer is offloaded and the engine sleeps (run_rl.train_policy). So the
 optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and nothing
-sleeps (train.offload, rollout.sleep_level).
+sleeps (train.offload, rollout.sleep_level). Parts of a phase (exchange, logprobs, update, staging) have peaks of their
+own, and launch.build.rank_telemetry records that of the start.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from megarl.trainer.offload import Memory
 class EngineMemory(Protocol):
     """Implemented by megarl.rollout.engine.Engine, whose module imports vLLM."""
 
+    @property
+    def bytes_asleep(self) -> int: ...  # which torch still counts as allocated
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...  # weights | kv_cache
 
@@ -41,37 +45,62 @@ class TimedPhases:
     trainer: Memory
     engine: EngineMemory | None = None  # None: a stage that samples nothing
     current: CurrentPhase = field(default_factory=CurrentPhase)
+    _peaks: list[float] = field(default_factory=list)  # so far, of each open phase and part
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        with self._measured("rollout"):
+        with self._phase("rollout"):
             yield
             if self.engine is not None:
+                self._settle()
                 self.engine.sleep()
 
     @contextmanager
     def train(self) -> Iterator[None]:
-        with self._measured("train"):
+        with self._phase("train"):
             self.trainer.onload_weights()
+            yield
+
+    @contextmanager
+    def save(self) -> Iterator[None]:
+        with self._phase("save"):
+            self.trainer.free_gradients()
             yield
             self.trainer.offload_training_state()
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        with self._measured("sync"):
+        with self._phase("sync"):
             self.trainer.onload_weights()
-            if self.engine is not None:
-                self.engine.wake("weights")
+            self._wake("weights")
             yield
             self.trainer.offload_all()
-            if self.engine is not None:
-                self.engine.wake("kv_cache")
+            self._wake("kv_cache")
 
     @contextmanager
-    def _measured(self, name: str) -> Iterator[None]:
-        self.current.name = name
-        reset_peak(self.device)
+    def part(self, name: str) -> Iterator[None]:
+        """Times a part of a phase and records its peak."""
+        self._settle()
+        self._peaks.append(0.0)
         with self.span(name):
             yield
-        self.add({f"memory/{name}/peak_gb": peak_gb(self.device)})
+        self._settle()
+        self.add({f"memory/{name}/peak_gb": self._peaks.pop()})
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.current.name = name
+        with self.part(name):
+            yield
         self.current.name = f"after {name}"  # not reached after an exception, which is attributed to the phase itself
+
+    def _wake(self, part: str) -> None:
+        if self.engine is not None:
+            self._settle()
+            self.engine.wake(part)
+
+    def _settle(self) -> None:
+        """Adds the peak since the last call to all open phases. Needed before a phase, and before what sleeps changes."""
+        peak = peak_gb(self.device) - (self.engine.bytes_asleep / 1e9 if self.engine is not None else 0.0)
+        self._peaks[:] = [max(peak, other) for other in self._peaks]  # in this order, a NaN remains
+        reset_peak(self.device)

@@ -14,7 +14,7 @@ from functools import cache, partial
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
 from megarl.config.load import run_dir
-from megarl.config.schema import Config, Task
+from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
@@ -46,7 +46,7 @@ from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import fleet_of, plan_of
-from megarl.platform.device import DTYPES
+from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.engine import Engine
@@ -155,7 +155,8 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
     """
-    config, trainer, prompts = rank.config, make_trainer(rank), make_prompts(rank)
+    config = rank.config
+    trainer, prompts = make_trainer(rank), make_prompts(rank)
     objective = Objective(config.algorithm, config.rollout.max_tokens)
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
     checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
@@ -165,7 +166,8 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
-        span, exchange = telemetry.span, _exchange(rank, engine, telemetry.span)
+        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase)
+        exchange = _exchange(rank, engine, phases.part)
         evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
         evaluation.forget(start)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
@@ -173,12 +175,12 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
             prompts=prompts,
             rollouts=_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
-            learner=replace(learner, span=span),
+            learner=replace(learner, span=phases.part),
             objective=objective,
-            weights=publisher(rank, trainer, engine, parity),
+            weights=publisher(rank, trainer, engine, parity, phases.part),
             evaluation=evaluation,
             checks=parity,
-            phases=TimedPhases(span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase),
+            phases=phases,
             checkpoint=checkpoint,
             telemetry=telemetry,
             state=state,
@@ -198,10 +200,27 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
     return trainer
 
 
+def _engine_share(rank: Rank) -> Rollout:
+    """On a GPU, the engine gets what is left of its share beside the trainer's part that is not offloaded."""
+    rollout, memory = rank.config.rollout, device_bytes(rank.device.torch)
+    if memory is None:
+        return rollout
+    used, total = max(rank.transport.gather(memory[1] - memory[0])), memory[1]
+    left = rollout.gpu_memory_utilization - used / total
+    itemsize, sizes = DTYPES[rank.config.train.dtype].itemsize, hf_shapes(rank.shape).values()
+    if left * total <= (weights := itemsize * sum(map(math.prod, sizes)) / rollout.tensor):
+        raise ValueError(
+            f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of {total / 1e9:.1f} GB, less the "
+            f"{used / 1e9:.1f} that train.offload={list(rank.config.train.offload)} leaves in use, has no room for "
+            f"vLLM's weights of {weights / 1e9:.1f}; offload more, or raise it or rollout.tensor"
+        )
+    return rollout.model_copy(update={"gpu_memory_utilization": left})
+
+
 def make_engine(rank: Rank) -> Engine:
     return Engine.start(
         rank.model_folder,
-        rank.config.rollout,
+        _engine_share(rank),
         rank.env,
         stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
         dtype=DTYPES[rank.config.train.dtype],
@@ -282,7 +301,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe, span: Span = nullcontext) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
@@ -314,4 +333,5 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
         probe=probe,
         is_atomic=config.sync.atomic,
         ranks_per_node=fleet.ranks_per_node,
+        span=span,
     )

@@ -1,4 +1,4 @@
-"""The device of this process, the backend of its collectives, and memory statistics."""
+"""The device of this process, the backend of its collectives, host memory to copy to, and memory statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megarl.platform.env import get_env
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
+PINNED = "pinned_max_round_threshold_mb:64"  # larger ones are not rounded up: torch would take 64 GiB for 43 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ def pick_device(local_rank: int = 0) -> Device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED))))
     return Device(device, "nccl")
 
 
@@ -48,6 +52,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def gpu_uuids(count: int) -> list[str]:
     """UUIDs, without the prefix `GPU-`, of the first `count` GPUs that this process sees."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+
+
+def host_bytes(size: int, device: torch.device) -> Tensor:
+    """Returns [size] uint8 on the host, uninitialised; pinned for copies to and from a GPU."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+def device_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Free and total memory of a GPU; what torch has cached is not free. None on a CPU."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def free_host_bytes() -> int | None:

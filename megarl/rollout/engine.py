@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class Engine:
         self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
         self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
         self._asleep: list[str] = []  # the parts that are off the device
+        self.bytes_asleep = 0  # of the device; vLLM unmaps them, but torch still counts them as allocated
 
     @classmethod
     def start(
@@ -125,14 +126,22 @@ class Engine:
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
                 self.receiver.abort()  # without weights there is no version to serve if the sync fails
-            self._llm.sleep(level=level)
+            with self._counting_free():
+                self._llm.sleep(level=level)
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, part: str) -> None:
         """Restores the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
         if part in self._asleep:
-            self._llm.wake_up(tags=[part])
+            with self._counting_free():
+                self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
+
+    @contextmanager
+    def _counting_free(self) -> Iterator[None]:
+        before, _ = torch.cuda.mem_get_info(self.receiver.device)
+        yield
+        self.bytes_asleep += torch.cuda.mem_get_info(self.receiver.device)[0] - before
 
     def sample(
         self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None

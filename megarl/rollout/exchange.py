@@ -38,7 +38,7 @@ class Exchange:
     rewards: Rewards
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
-    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of "reward" and "exchange"
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
@@ -72,7 +72,8 @@ class Exchange:
             if len(set(digests)) > 1:
                 ranks = f"{replica * self.member.size}..{(replica + 1) * self.member.size - 1}"
                 raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
-        parts = self._gather(part, entries[:: self.member.size, 0].tolist())
+        with self.span("exchange"):
+            parts = self._gather(part, entries[:: self.member.size, 0].tolist())
         samples = [sample for part in parts for sample in unpack(part)]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
 

@@ -48,6 +48,7 @@ def sft(run: SftRun) -> None:
                 with run.telemetry.span("update"):
                     report = train_supervised(run.trainer, batch)
                 is_done = run.until_accuracy is not None and accuracy >= run.until_accuracy
+            with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state, last=is_done)
             metrics = {**report.metrics, "accuracy/sampled": accuracy}
             record(None, replace(report, metrics=metrics), None)

@@ -29,7 +29,7 @@ from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
 
 # time/<key> is the span of that name, or else that of the phase
-TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "publish": "sync"}
+TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "save": None, "publish": "sync"}
 
 
 class Silent:
@@ -73,7 +73,6 @@ class Telemetry:
     @contextmanager
     def step(self, step: int) -> Iterator[Record]:
         self._timeline.clear()
-        self._added.clear()
         self._began = time.perf_counter()
         with self._timeline.span(f"step {step}"):
             yield partial(self._write, step)
@@ -83,8 +82,8 @@ class Telemetry:
         return self._timeline.span(name)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds metrics to the current step."""
-        self._added.update(metrics)
+        """Adds peaks to the current step, or to the first one before it begins; the largest of a name counts."""
+        self._added |= {name: max(value, self._added.get(name, value)) for name, value in metrics.items()}
 
     def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
         """Passes results on held-out problems to the trackers; their file is eval.jsonl."""
@@ -112,6 +111,7 @@ class Telemetry:
             **self._added,
             **(self._gpus.take() if self._gpus else {}),
         }
+        self._added.clear()
         self._timeline.flush()  # a step that is in metrics.jsonl is in the timeline too, whenever the run is killed
         self._file.write(metrics)
         self._samples.write(step, groups, scored)

@@ -52,6 +52,10 @@ def write_report(folder: Path) -> Path:
     if evaluations:
         parts += ["<h2>Held-out problems</h2>", _held_out(evaluations)]
     parts += [*_sample_sections(folder), *_weights(folder)]
+    peaks = {key.split("/")[1]: key for row in rows for key in row if key.endswith("/peak_gb")}
+    if peaks:
+        most = [[_format(max(_number(row.get(key)) or 0.0 for row in rows))] for key in peaks.values()]
+        parts += ["<h2>Peak memory</h2>", _table(("phase", "GB"), [[n, *m] for n, m in zip(peaks, most, strict=True)])]
     ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
     if (config := folder / "config.yaml").is_file():

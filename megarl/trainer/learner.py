@@ -30,7 +30,7 @@ class PolicyLearner:
     @classmethod
     def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:
         """The reference policy is a copy of the trainer's current weights."""
-        reference = Reference.of(trainer.parameters_by_name()) if objective.algorithm.needs_reference else None
+        reference = Reference(trainer.parameters_by_name().values()) if objective.algorithm.needs_reference else None
         return cls(trainer, objective, reference, seed)
 
     def score(self, batch: TrainBatch) -> TokenScores:
@@ -42,7 +42,7 @@ class PolicyLearner:
         with self.span("logprobs"):
             old_T, ref_T = self._logprobs(batch) if needs_old else None, None
             if self.reference is not None:
-                with self.reference.in_place_of(self.trainer.parameters_by_name()):
+                with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
                     ref_T = self._logprobs(batch)
             return TokenScores(old_T, ref_T)
 

@@ -5,13 +5,14 @@
                            sync                weights
                            rollout             nothing
 
-Optimizer state is on the device only for the step, so never together with activations. On a CPU, where host and
+Optimizer state is on the device only for the step, so never together with activations. Tensors keep their identity:
+only their storages are copied to one flat host buffer, which is pinned on a GPU, and freed. On a CPU, where host and
 device are the same, the copies are made too, but only freed gradients save memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megarl.platform.device import host_bytes
 
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
@@ -46,60 +49,78 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
     settings.recompute_granularity, settings.recompute_modules = "selective", list(modules)
 
 
+class HostBuffer:
+    """One flat host buffer, kept from one use to the next; pinned if the tensors are on a GPU."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0)
+
+    def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns each storage of `tensors` once, as [bytes] uint8, with its place in the buffer."""
+        unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}.values()
+        flats = [flat_storage(x) for x in unique]
+        sizes = [len(flat) for flat in flats]
+        if len(self._bytes) != sum(sizes):
+            self._bytes = host_bytes(sum(sizes), flats[0].device)
+        return list(zip(flats, self._bytes.split(sizes), strict=True))
+
+
 class Memory:
-    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent."""
+    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent.
+
+    Gradients are freed at once, and the optimizer is set later: building it needs none.
+    """
 
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
         *,
         offload: Collection[str],  # of gradients, optimizer, weights
         device: torch.device,
     ) -> None:
         wrapped: Sequence[Any] = chunks
         self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
-        self._optimizer = optimizer
-        self._offload = frozenset(offload)
+        self.optimizer: MegatronOptimizer | None = None
+        self._hosts = {kind: HostBuffer() for kind in offload}
         self._device = device
-        self._optimizer_on_device = True
-        self._gradient_bytes: list[int] = []  # of each buffer, while freed
-        self._weights: list[Tensor] = []  # host copies of each buffer, while offloaded
+        self._freed: list[Tensor] = []  # gradient buffers
+        self._away: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.free_gradients()
 
     def onload_gradients(self) -> None:
         """Before the backward pass: reallocate and zero the gradient buffers, and offload the optimizer state."""
         self._store_optimizer()
-        for buffer, size in zip(self._buffers, self._gradient_bytes, strict=False):
-            buffer.grad_data.untyped_storage().resize_(size)
-            buffer.grad_data.zero_()
-        self._gradient_bytes = []
+        for flat in self._freed:
+            flat.untyped_storage().resize_(len(flat))
+            flat.zero_()
+        self._freed = []
+
+    def free_gradients(self) -> None:
+        """After the optimizer's step: a checkpoint does not read them."""
+        if "gradients" in self._hosts and not self._freed:
+            self._freed = [flat_storage(buffer.grad_data) for buffer in self._buffers]
+            for flat in self._freed:
+                flat.untyped_storage().resize_(0)
 
     def onload_optimizer(self) -> None:
         """Before the optimizer step, and before a checkpoint."""
-        self._move_optimizer(self._device, on_device=True)
+        self._onload("optimizer")
 
     def offload_training_state(self) -> None:
         """Offload optimizer state and free gradients; keep the weights."""
         self._store_optimizer()
-        if "gradients" in self._offload and not self._gradient_bytes:
-            self._gradient_bytes = [_free(buffer.grad_data) for buffer in self._buffers]
+        self.free_gradients()
         self._empty_cache()
 
     def offload_all(self) -> None:
         """Offload the weights too."""
         self.offload_training_state()
-        if "weights" in self._offload and not self._weights:
-            self._weights = [buffer.param_data.to("cpu", copy=True) for buffer in self._buffers]
-            for buffer in self._buffers:
-                _free(buffer.param_data)
+        self._offload("weights", (buffer.param_data for buffer in self._buffers))
         self._empty_cache()
 
     def onload_weights(self) -> None:
         """Copy the weights back to the device."""
-        for buffer, host in zip(self._buffers, self._weights, strict=False):
-            buffer.param_data.untyped_storage().resize_(host.untyped_storage().nbytes())
-            buffer.param_data.copy_(host)
-        self._weights = []
+        self._onload("weights")
 
     def onload_all(self) -> None:
         """Copy back what a checkpoint or an export reads: weights and optimizer state."""
@@ -107,38 +128,41 @@ class Memory:
         self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        if "optimizer" in self._offload:
-            self._move_optimizer(torch.device("cpu"), on_device=False)
+        """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
+        assert self.optimizer is not None
+        tensors: list[Tensor] = []
+        for part in _parts(self.optimizer):
+            if part.config.bf16:
+                tensors += (main for group in part.optimizer.param_groups for main in group["params"])
+            for state in part.optimizer.state.values():
+                tensors += (value for name, value in state.items() if name != "step")
+        self._offload("optimizer", tensors)
 
     @torch.no_grad()
-    def _move_optimizer(self, device: torch.device, *, on_device: bool) -> None:
-        """Move the moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
-        if self._optimizer_on_device == on_device:
-            return
-        self._optimizer_on_device = on_device
-        for part in _parts(self._optimizer):
-            if part.config.bf16:
-                for group in part.optimizer.param_groups:
-                    for main in group["params"]:
-                        main.data = main.data.to(device, copy=True)
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if name != "step":
-                        state[name] = value.to(device, copy=True)
+    def _offload(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        if kind in self._hosts and not self._away.get(kind):
+            self._away[kind] = self._hosts[kind].beside(tensors)
+            for there, here in self._away[kind]:
+                here.copy_(there, non_blocking=True)
+                there.untyped_storage().resize_(0)  # in the order of the stream
+
+    @torch.no_grad()
+    def _onload(self, kind: str) -> None:
+        for there, here in self._away.pop(kind, ()):
+            there.untyped_storage().resize_(len(there))
+            there.copy_(here, non_blocking=True)
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
 
+def flat_storage(x: Tensor) -> Tensor:
+    """Returns the whole storage of `x` as [bytes] uint8."""
+    return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # pyright: ignore[reportArgumentType]
+
+
 def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "optimizer", None) is not None:  # a rank may have no expert state
             yield part
-
-
-def _free(tensor: Tensor) -> int:
-    """Free the tensor's storage and return its bytes; views become valid again when the storage is resized back."""
-    size = tensor.untyped_storage().nbytes()
-    tensor.untyped_storage().resize_(0)
-    return size

@@ -1,49 +1,48 @@
-"""The reference policy: a host copy of each rank's shards, swapped into the parameters for one forward pass."""
+"""The reference policy: a host copy of each rank's weights, exchanged with the current ones for one forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.trainer.offload import HostBuffer
+from megarl.weights.checksum import checksum
 
-@dataclass(frozen=True, slots=True)
+EXCHANGED_BYTES = 64 << 20  # on the device at a time
+
+
 class Reference:
-    """Weights in the training dtype, on the host, by local parameter name."""
+    """A copy of the storages of `parameters`. While it is in use, its buffer has the current weights."""
 
-    weights: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Tensor]) -> Reference:
-        return cls(_copy(parameters))
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._host = HostBuffer()
+        for there, here in self._host.beside(parameters):
+            here.copy_(there)
 
     @contextmanager
-    def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Copies the reference into `parameters`; on exit, restores their previous values bit for bit."""
-        current = _copy(parameters)
-        before = {name: _checksum(parameter) for name, parameter in parameters.items()}
+    def in_place_of(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Exchanges the reference for `parameters`; on exit, restores their values, verified by a checksum."""
+        pairs = self._host.beside(parameters)
+        before = _digest(pairs)
+        _exchange(pairs)
         try:
-            _write(self.weights, parameters)
             yield
         finally:
-            _write(current, parameters)
-        for name, parameter in parameters.items():
-            assert _checksum(parameter) == before[name], f"{name} changed while the reference was swapped in"
+            _exchange(pairs)
+        assert torch.equal(_digest(pairs), before), "the weights changed while the reference was in their place"
 
 
-def _copy(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+@torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for there, here in pairs:
+        for device, host in zip(there.split(EXCHANGED_BYTES), here.split(EXCHANGED_BYTES), strict=True):
+            held = device.clone()
+            device.copy_(host, non_blocking=True)
+            host.copy_(held, non_blocking=True)
 
 
-def _write(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        parameter.data.copy_(weights[name])
-
-
-def _checksum(parameter: Tensor) -> int:
-    """Returns the sum of the parameter's bits as integers."""
-    bits = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
-    return int(bits.sum(dtype=torch.int64))
+def _digest(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([checksum(there) for there, _ in pairs])

@@ -90,9 +90,9 @@ class Trainer:
         if layout.pp.last:
             head.attach(model[-1])
         chunks = [wrap(chunk) for chunk in model]
-        optimizer = build_optimizer(chunks, train)  # copies the weights, so they must be loaded before
+        memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
+        memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
-        memory = Memory(chunks, optimizer, offload=train.offload, device=device)
         scheduler = LrSchedule(train)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, scheduler, router_losses, memory, traced

@@ -15,9 +15,10 @@ A rank may be a sender, a receiver or both. Every rank builds a Publisher and ca
     report                                          finish(version): prompts are accepted again
 
 If a sync fails before `begin` (a rank is absent or lost, bytes changed, a parameter is missing), the engine keeps
-serving its old version. To make this possible, all data that a rank receives is staged: on the device if it has room,
-otherwise on the host. `is_atomic=False` saves this memory by writing messages as they arrive. If a sync fails after
-`begin`, the engine has no version and refuses prompts until a sync succeeds.
+serving its old version. To make this possible, all data that a rank receives is staged: on the device as far as it has
+room, otherwise in pinned host memory. If no engine has a version to keep (in the first sync, and after a sleep at level
+2), or with `is_atomic=False`, nothing is staged: messages are written as they arrive. If a sync fails after `begin`,
+the engine has no version and refuses prompts until a sync succeeds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.shards import ShardSlice, as_pairs, first_mismatch, shapes_fp32_as_16bit, view_fp32_as_16bit
-from megarl.platform.device import free_host_bytes
+from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.checksum import positional_checksum
 from megarl.weights.execute import PlanExecutor, strided_view
@@ -78,6 +79,7 @@ class WeightReceiver(Protocol):
     """The engine's side on one rank: begin, write ..., seal, finish; abort at any time."""
 
     device: torch.device
+    version: int | None  # None: no weights that a failed sync could spoil
 
     @property
     def slices(self) -> Sequence[ShardSlice]:
@@ -158,6 +160,7 @@ class Publisher:
         probe: Probe | None = None,
         is_atomic: bool = True,
         ranks_per_node: int | None = None,  # None: all ranks are on one node
+        span: Callable[[str], AbstractContextManager[None]] = nullcontext,  # of "staging"
     ) -> None:
         """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or receive passes None.
 
@@ -168,6 +171,7 @@ class Publisher:
         self.ranks_per_node = ranks_per_node or transport.world
         self._parameters = sender.parameters if sender else dict[str, Tensor]
         self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
+        self._span, self._pinned = span, 0  # bytes staged on the host so far: torch keeps them for the next sync
         self.executor = PlanExecutor(plan, transport, weights.dtype, self._device)
         self._is_proven = False
         mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
@@ -186,8 +190,10 @@ class Publisher:
         with _stating(KEEPS):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self._parameters()
-            self._agree(self._parameter_fault(parameters) or self._memory_fault())
-            staged = self._stage(parameters) if self.is_atomic else None
+            keeps = self.receiver is not None and self.receiver.version is not None
+            is_staged = self.is_atomic and self._count(keeps) > 0
+            self._agree(self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None))
+            staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
         if self.receiver:
             self.receiver.begin(check_placement=prove)
@@ -227,9 +233,8 @@ class Publisher:
 
     def _memory_fault(self) -> str | None:
         """Describes a shortage of host memory for staging. All ranks of a node need about as much at once."""
-        if not self.is_atomic or self._staging_device().type == "cuda":
-            return None
-        needed, free = self.ranks_per_node * self.executor.bytes_arriving, free_host_bytes()
+        beyond = self.executor.bytes_arriving - (0 if self._device.type == "cpu" else self._device_room())
+        needed, free = self.ranks_per_node * (beyond - self._pinned), free_host_bytes()
         if free is None or needed <= free:
             return None
         return (
@@ -237,20 +242,26 @@ class Publisher:
             f"but only {free / 1e9:.1f} GB are free; add memory, or set sync.atomic=false"
         )
 
-    def _staging_device(self) -> torch.device:
-        if self._device.type != "cuda":
-            return self._device
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return self._device if free > self.executor.bytes_arriving + SPARE_BYTES else torch.device("cpu")
+    def _device_room(self) -> int:
+        """Bytes that may be staged on the device."""
+        memory = device_bytes(self._device)
+        return self.executor.bytes_arriving if memory is None else max(0, memory[0] - SPARE_BYTES)
 
     def _stage(self, parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Receives and verifies all messages from other ranks; returns message index -> buffer."""
-        device, staged = self._staging_device(), {}
+        room, staged = self._device_room(), {}
 
         def stage(message: Message, flat: Tensor) -> None:
-            staged[message.index] = flat.to(device)
+            nonlocal room
+            room -= flat.nbytes
+            if room < 0:
+                on_host = host_bytes(flat.nbytes, self._device).view(flat.dtype)
+                flat = on_host.copy_(flat, non_blocking=True)
+                self._pinned = max(self._pinned, -room)
+            staged[message.index] = flat
 
-        self._compare(self.executor.run(parameters, stage, include_local=False))
+        with self._span("staging"):
+            self._compare(self.executor.run(parameters, stage, include_local=False))
         return staged
 
     def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
@@ -270,7 +281,8 @@ class Publisher:
         else:
             for message in (m for m in self.executor.messages if m.receiver == self.transport.rank):
                 flat = staged.pop(message.index, None)
-                write(message, self.executor.pack(message, parameters) if flat is None else flat.to(self._device))
+                flat = self.executor.pack(message, parameters) if flat is None else flat
+                write(message, flat.to(self._device, non_blocking=True))
         if not errors and read_back:
             counts = torch.stack([count for _, count in read_back]).tolist()  # synchronizes the device once
             wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
@@ -318,10 +330,13 @@ class Publisher:
 
     def _agree(self, problem: str | None) -> None:
         """Raises CheckFailed on every rank if any has a problem."""
-        flag = torch.tensor(int(problem is not None), device=self._device)
-        if int(self.transport.sum(flag)):
+        if self._count(problem is not None):
             problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.transport.gather(problem)) if text]
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
+
+    def _count(self, flag: bool) -> int:
+        """Returns on how many ranks `flag` is set."""
+        return int(self.transport.sum(torch.tensor(int(flag), device=self._device)))
 
 
 def slice_checksum(
