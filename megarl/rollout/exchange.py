@@ -22,9 +22,10 @@ from torch import Tensor
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Sample
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Sample, Terminated
 
 LENGTH_BYTES = 8  # of the header's length
+ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,15 @@ class Exchange:
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).
 
-        If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
+        If a rank fails, every rank raises: Terminated or CheckFailed if the rank raised that, else RuntimeError.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
         parts = self._all_gather(self._sample(requests[self.replica.rank :: self.replica.size], version))
         headers = [_header(part)[0] for part in parts]
-        failures = [(header["refused"], rank) for rank, header in enumerate(headers) if "error" in header]
+        failures = [(header["kind"], rank) for rank, header in enumerate(headers) if "error" in header]
         if failures:
-            is_refused, rank = min(failures)  # report a bug before a refusal that it may have caused
-            message = f"rank {rank} could not sample: {headers[rank]['error']}"
-            raise CheckFailed(message) if is_refused else RuntimeError(message)
+            kind, rank = min(failures)  # report a bug before a refusal that it may have caused
+            raise ERRORS[kind](f"rank {rank} could not sample: {headers[rank]['error']}")
         digests = [header["digest"] for header in headers]
         for first in range(0, len(digests), self.member.size):
             if len(set(digests[first : first + self.member.size])) > 1:
@@ -71,9 +71,9 @@ class Exchange:
                 samples = self.rewards.score([request.prompt for request in requests], samples)
             return pack(samples, digest)
         except CheckFailed as error:
-            return _part({"error": str(error), "refused": True})
+            return _part({"error": str(error), "kind": ERRORS.index(type(error))})
         except Exception as error:  # noqa: BLE001 (peers wait in the all-gather, which carries the error)
-            return _part({"error": f"{type(error).__name__}: {error}", "refused": False})
+            return _part({"error": f"{type(error).__name__}: {error}", "kind": 0})
 
     def _all_gather(self, part: Tensor) -> list[Tensor]:
         """The parts of all ranks, padded to the longest while they travel."""
