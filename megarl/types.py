@@ -22,6 +22,10 @@ class CheckFailed(RuntimeError):
     """A check refuses to continue (exit code 3). Raised on every rank of the run."""
 
 
+class Terminated(CheckFailed):
+    """SIGTERM has arrived (exit code 143). Raised on every rank of the run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question. `prompt_id` is its position in the task's endless stream, so it is unique."""

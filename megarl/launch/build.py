@@ -25,6 +25,7 @@ from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.heartbeat import make_store
+from megarl.launch.phases import EngineMemory
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
@@ -134,6 +135,21 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
         asynchronous=config.checkpoint.asynchronous,
         export=partial(export, rank, trainer),
     )
+
+
+@contextmanager
+def saved(trainer: Trainer, checkpoint: Checkpoints, engine: EngineMemory | None = None) -> Iterator[None]:
+    """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
+    try:
+        yield
+    except CheckFailed:
+        if engine is not None:
+            engine.sleep()
+        trainer.memory.onload_all()
+        checkpoint.save()
+        checkpoint.finish()
+        raise
+    checkpoint.finish()
 
 
 def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:

@@ -5,7 +5,7 @@
     rank killed -> exit status ----------------+
 
 Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, a rank was stopped or the
-disk is full, 130 interrupted.
+disk is full, 130 interrupted, 143 SIGTERM: everything so far is saved, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from megarl.platform.atomic import write_atomic
 from megarl.platform.disk import full_disk
 from megarl.platform.env import redact
 
-DONE, DEFECT, USER, REFUSED, STOPPED = 0, 1, 2, 3, 130
+DONE, DEFECT, USER, REFUSED, STOPPED, TERMINATED = 0, 1, 2, 3, 130, 143
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED}  # of megarl.types, which imports torch
+SAVED = "stopped by SIGTERM; the last complete step is saved, and the same command resumes after it"
 SAME_MOMENT_S = 2.0
 MESSAGE_CHARS, TRACEBACK_CHARS = 4_000, 8_000
 
 
 @dataclass
 class CurrentPhase:
-    """The phase a rank is in: set as the run enters each phase, read when an exception ends the rank."""
+    """What a rank is doing: set as the run goes on, read when an exception ends the rank, and by its heartbeat."""
 
     name: str = "start-up"
+    engine_steps: int = 0
+    is_stopping: bool = False  # SIGTERM has arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,8 @@ def classify(error: BaseException) -> int:
     A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then gives
     the values and the remedy. Raised inside a library, the same exception is a bug.
     """
-    if type(error).__name__ == "CheckFailed":  # megarl.types.CheckFailed, by name because its module imports torch
-        return REFUSED
+    if (name := type(error).__name__) in NAMED:
+        return NAMED[name]
     if isinstance(error, ValueError | FileNotFoundError):
         frames = traceback.extract_tb(error.__traceback__)
         if frames and frames[-1].filename.startswith(PACKAGE):
@@ -69,8 +73,8 @@ def classify(error: BaseException) -> int:
 def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
     if (code := classify(error)) == DEFECT and (full := full_disk(error, run_dir)):
         return Failure(rank, REFUSED, full, phase)
-    text = " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
-    message = text if code in (USER, REFUSED) else f"{type(error).__name__}: {text}"
+    text = SAVED if code == TERMINATED else " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
+    message = text if code != DEFECT else f"{type(error).__name__}: {text}"
     last_lines = "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:] if code == DEFECT else ""
     return Failure(rank, code, message, phase, last_lines)
 

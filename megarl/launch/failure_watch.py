@@ -1,55 +1,74 @@
-"""Broadcasts a rank's failure, so that peers blocked in a collective exit at once instead of waiting for the time-out.
+"""Ends a job under torchrun: a rank's failure, or a rank that is late, is broadcast, and every rank exits at once.
 
-    failing rank --broadcast--> key in the job's store --a polling thread in each rank--> exit with the same code
+    each rank: beat and State --every BEAT_S--> key in the job's store --> rank 0: Heartbeats.check
+    failing rank, or rank 0 for one that is stuck --broadcast--> key --a polling thread in each rank--> exits
 
-For multi-node jobs under torchrun. On a single node the launcher waits for its children and ends the others.
+The last rank observes rank 0. A stopped rank cannot exit: torchrun kills it when another rank of its node has exited,
+and `srun --kill-on-bad-exit` where it was alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megarl.launch.exit_codes import CurrentPhase, Failure, to_record
+from megarl.launch.heartbeat import Heartbeats
+from megarl.launch.progress import Sampler
 from megarl.platform.env import Env
 
-KEY = "megarl/failed"
-POLL_S = 1.0
+KEY, BEAT = "megarl/failed", "megarl/beat"
+POLL_S, BEAT_S = 1.0, 5.0
 CONNECT_S = 60
+Call = Callable[..., object]
 
 
 class FailureWatch:
     """A second connection to torchrun's store: the process group's own connection blocks during collectives.
 
-    Once constructed, it ends this process with a peer's exit code when that peer broadcasts a failure, after calling
-    `on_failure(message, code)`.
+    It ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
     """
 
-    def __init__(self, env: Env, on_failure: Callable[[str, int], object]) -> None:
-        self._rank, self._on_failure = env.rank, on_failure
-        timeout = timedelta(seconds=CONNECT_S)
-        address = env.master_addr, env.master_port
+    def __init__(self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call) -> None:
+        self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank
+        address, timeout = (env.master_addr, env.master_port), timedelta(seconds=CONNECT_S)
         self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._heartbeats = Heartbeats(self._read, timeout_s, every_s=BEAT_S, say=say)
+        self._observed = {0: range(env.world_size), env.world_size - 1: range(1)}.get(env.rank, ())
         threading.Thread(target=self._poll, daemon=True).start()
 
-    def broadcast(self, message: str, code: int) -> None:
+    def broadcast(self, failure: Failure) -> None:
         """Only the first broadcast of a job counts: later failures are its consequences."""
         if self._store.add(f"{KEY}/count", 1) == 1:
-            self._store.set(KEY, f"{code} {self._rank} {message}")
+            self._store.set(KEY, to_record(failure))
 
     def _poll(self) -> None:
+        beats, state = 0, ""
         while True:
-            time.sleep(POLL_S)
             try:
-                if not self._store.check([KEY]):
-                    continue
-                code, rank, message = self._store.get(KEY).decode().split(" ", 2)
+                if self._store.check([KEY]):
+                    failure = Failure(**json.loads(self._store.get(KEY)))
+                    self._on_failure(failure)
+                    os._exit(failure.code)
+                if beats % (BEAT_S // POLL_S) == 0:
+                    with suppress(Exception):  # of the sample: the beats, by which a rank lives, go on
+                        state = json.dumps(self._sampler.sample())
+                    self._store.set(f"{BEAT}/{self._rank}", f"{beats} {state}")
+                if late := self._heartbeats.check(dict.fromkeys(self._observed, 0)):
+                    self.broadcast(late)
             except RuntimeError:  # the store is gone, and the job with it
                 return
-            if int(rank) != self._rank:
-                self._on_failure(f"rank {rank} failed: {message}", int(code))
-                os._exit(int(code))
+            beats += 1
+            time.sleep(POLL_S)
+
+    def _read(self, rank: int) -> tuple[int, str]:
+        key = f"{BEAT}/{rank}"
+        beats, _, text = (self._store.get(key).decode() if self._store.check([key]) else "0").partition(" ")
+        return int(beats), text

@@ -1,38 +1,45 @@
 """Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it failed.
 
     launcher --two memfds, inherited--> ranks: a FileStore over one of them; in the other, a slot for each rank
-    rank:     a thread --beat and phase, every BEAT_S--> its slot; at the end its failure
-    launcher: Heartbeats.check --> a warning, then a Failure, for a rank that is stopped or shows no sign of life
+    rank:     a thread --beat and State, every BEAT_S--> its slot; at the end its failure
+    launcher: Heartbeats.check --> a warning, then a Failure, for a rank that is stopped, silent or stuck
 
 The memory has no name, so no other user and no other host can open it, a full disk does not matter, and nothing is
 left behind. A store without a server also outlives any stopped rank.
 
 To its peers a stopped process looks like a slow one. The kernel knows the difference: the state of a process that a
 signal or a debugger has stopped is T. Without a beat, but not stopped, a rank may be in a long call that holds the
-GIL; it gets twice the time.
+GIL; it gets almost twice the time. A rank that beats, but does not move, is judged by launch.progress.
+
+Under torchrun the same observer reads the beats from the job's store (launch.failure_watch).
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megarl.launch.exit_codes import REFUSED, CurrentPhase, Failure
+from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
 
 BEAT_S = 0.5
-STOPPED_S, SILENT_S = 5.0, 60.0  # until a rank that is stopped, or silent, is reported
-MAX_ELAPSED_S = 1.0  # between two checks; a launcher that was itself stopped has seen nothing
-SLOT_BYTES = 1 << 16
-HEAD = struct.Struct("<QI64s")  # beats, bytes of the failure after the head, phase
+STOPPED_S, SILENT_S = 5.0, 30.0  # until a rank that is stopped, or silent, is reported
+SILENT = 0.9  # of the time-out, so that the run ends before the peers of a silent rank fail
+SLOW = "is late, but not stuck"
+SLOT_BYTES, STATE_BYTES = 1 << 16, 1 << 12
+HEAD = struct.Struct("<QI")  # beats, bytes of the failure after head and state
 
 
 def shared_memory(name: str) -> int:
@@ -55,86 +62,113 @@ def make_store(env: Env, timeout: timedelta) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots of all ranks: HEAD and a failure record. Each rank writes its own."""
+    """The slots of all ranks: HEAD, the rank's State, and a failure record. Each rank writes its own."""
 
     fd: int
 
     def start_beating(self, rank: int, phase: CurrentPhase) -> None:
         os.set_inheritable(self.fd, False)
-        threading.Thread(target=self._beat, args=(rank, phase), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._beat, args=(rank, Sampler(phase)), name="heartbeat", daemon=True).start()
 
-    def _beat(self, rank: int, phase: CurrentPhase) -> None:
-        beats = 0
+    def _beat(self, rank: int, sampler: Sampler) -> None:
+        beats, start = 0, rank * SLOT_BYTES
         while True:
             beats += 1
-            head = HEAD.pack(beats, 0, phase.name.encode()[:64])
-            os.pwrite(self.fd, head[:8], rank * SLOT_BYTES)
-            os.pwrite(self.fd, head[12:], rank * SLOT_BYTES + 12)
+            with suppress(Exception):  # of the sample: the beats, by which a rank lives, go on
+                state = json.dumps(sampler.sample()).encode(errors="replace")[:STATE_BYTES]
+                os.pwrite(self.fd, state.ljust(STATE_BYTES), start + HEAD.size)
+            os.pwrite(self.fd, beats.to_bytes(8, "little"), start)
             time.sleep(BEAT_S)
 
     def read(self, rank: int) -> tuple[int, str]:
-        """Returns (beats, phase)."""
-        beats, _, phase = self._head(rank)
-        return beats, phase.rstrip(b"\0").decode(errors="replace")
+        """Returns (beats, the newest State)."""
+        text = os.pread(self.fd, STATE_BYTES, rank * SLOT_BYTES + HEAD.size)
+        return self._head(rank)[0], text.decode(errors="replace")
 
     def write_failure(self, rank: int, record: str) -> None:
-        data = record.encode(errors="replace")[: SLOT_BYTES - HEAD.size]
-        os.pwrite(self.fd, data, rank * SLOT_BYTES + HEAD.size)
-        os.pwrite(self.fd, len(data).to_bytes(4, "little"), rank * SLOT_BYTES + 8)  # last: now it can be read
+        start = rank * SLOT_BYTES
+        data = record.encode(errors="replace")[: SLOT_BYTES - HEAD.size - STATE_BYTES]
+        os.pwrite(self.fd, data, start + HEAD.size + STATE_BYTES)
+        os.pwrite(self.fd, len(data).to_bytes(4, "little"), start + 8)  # last: now it can be read
 
     def failure(self, rank: int) -> str:
         """Returns what the rank wrote, or ""."""
-        return os.pread(self.fd, self._head(rank)[1], rank * SLOT_BYTES + HEAD.size).decode(errors="replace")
+        start = rank * SLOT_BYTES + HEAD.size + STATE_BYTES
+        return os.pread(self.fd, self._head(rank)[1], start).decode(errors="replace")
 
-    def _head(self, rank: int) -> tuple[int, int, bytes]:
+    def _head(self, rank: int) -> tuple[int, int]:
         return HEAD.unpack(os.pread(self.fd, HEAD.size, rank * SLOT_BYTES).ljust(HEAD.size, b"\0"))
 
 
 @dataclass
-class _Silence:
-    beats: int = 0  # at the last sign of life
-    seconds: float = 0.0  # since then
-    is_reported: bool = False
-
-
-@dataclass
 class Heartbeats:
-    """The launcher's view of its ranks."""
+    """The observer's view of the ranks: of megarl's launcher or, under torchrun, of a thread in a rank."""
 
-    slots: Slots
+    read: Callable[[int], tuple[int, str]]  # rank -> (beats, the newest State, as JSON)
     timeout_s: float  # launch.timeout_s
-    _silences: dict[int, _Silence] = field(default_factory=dict)
+    every_s: float = BEAT_S  # between two checks
+    say: Callable[[str], object] = lambda text: print(f"megarl: {text}", file=sys.stderr, flush=True)
+    states: dict[int, State] = field(default_factory=dict)  # the newest of each rank
+    suspect: Failure | None = None  # the rank that is late now: what its peers report is a consequence
+    _silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank -> (beats, seconds since then)
+    _reported: set[tuple[int, str]] = field(default_factory=set)  # (rank, how it is late)
     _checked: float = field(default_factory=time.monotonic)
 
     def check(self, pids: Mapping[int, int]) -> Failure | None:
-        """Looks at the running ranks, {rank: process id}, every BEAT_S; returns the failure of one that is overdue."""
+        """Looks at the running ranks, {rank: process id, 0 if unknown}; returns the failure of one that is overdue."""
         elapsed = time.monotonic() - self._checked
-        if elapsed < BEAT_S:
+        if elapsed < self.every_s:
             return None
         self._checked += elapsed
-        late = [self._late(rank, pid, min(elapsed, MAX_ELAPSED_S)) for rank, pid in pids.items()]
-        return next((failure for failure in late if failure), None)
+        for rank in pids:
+            (beats, text), (last, seconds) = self.read(rank), self._silences.get(rank, (0, 0.0))
+            # an observer that was itself stopped has seen nothing
+            seconds += min(elapsed, 2 * self.every_s)
+            self._silences[rank] = beats, seconds * (beats == last)
+            with suppress(ValueError, TypeError):  # none yet, or it is being written
+                self.states[rank] = State(*json.loads(text))
+        silent = [rank for rank in pids if self._silences[rank][1] >= min(STOPPED_S, self.timeout_s / 2)]
+        stalled, waiting = find_late({rank: self.states[rank] for rank in pids if rank in self.states})
+        found = [late for rank in silent or stalled if (late := self._late(rank, pids[rank], waiting))]
+        for rank, how in self._reported - {(late.rank, how) for late, how, _ in found} - {(r, SLOW) for r in pids}:
+            self._reported.remove((rank, how))
+            self.say(f"rank {rank} goes on")
+        self.suspect = found[0][0] if found else None
+        return next((late for late, _, is_overdue in found if is_overdue), None)
 
-    def _late(self, rank: int, pid: int, elapsed: float) -> Failure | None:
-        silence, (beats, phase) = self._silences.setdefault(rank, _Silence()), self.slots.read(rank)
-        if beats != silence.beats:
-            if silence.is_reported:
-                _report(f"rank {rank} goes on")
-            self._silences[rank] = _Silence(beats)
-            return None
-        silence.seconds += elapsed
-        stopped = is_stopped(pid)
-        state = "is stopped, by a signal or a debugger" if stopped else "shows no sign of life"
-        limit = self.timeout_s / 2 if stopped else self.timeout_s
-        message = f"rank {rank} (process {pid}) {state}, since {silence.seconds:.0f} s"
-        if silence.seconds >= limit:
-            remedy = "" if stopped else "; the end of its log shows where; raise launch.timeout_s if it is only slow"
-            return Failure(rank, REFUSED, f"{message}; limit {limit:g} s{remedy}", phase or "start-up")
-        if not silence.is_reported and silence.seconds >= (STOPPED_S if stopped else SILENT_S):
-            silence.is_reported = True
-            remedy = f"`kill -CONT {pid}` continues it" if stopped else "a long call, or a disk or device that hangs"
-            _report(f"{message} ({phase or 'start-up'}): {remedy}; the run ends after {limit:g} s")
-        return None
+    def _late(self, rank: int, pid: int, waiting: Sequence[int]) -> tuple[Failure, str, bool] | None:
+        """Reports how a rank is late, once; returns it as a failure, how, and whether the run must end."""
+        state, (_, seconds) = self.states.get(rank), self._silences[rank]
+        pid, limit_s = pid or (state.pid if state and state.host == HOST else 0), math.inf
+        waits = max((self.states[peer].seconds for peer in waiting), default=0.0)
+        if seconds >= min(STOPPED_S, self.timeout_s / 2):
+            how, remedy, limit_s = "shows no sign of life", "a call, disk or node that hangs", SILENT * self.timeout_s
+            if pid and is_stopped(pid):
+                how, remedy = "is stopped, by a signal or a debugger", f"`kill -CONT {pid}` continues it"
+                limit_s = self.timeout_s / 2
+            elif seconds < min(SILENT_S, limit_s):
+                return None
+        elif state is None or state.is_waiting:
+            how, remedy, seconds = "waits where most ranks do not", "it left out or added a collective", waits
+        elif state.is_stuck and not state.is_limited:
+            how, remedy = "neither moves nor computes", "the stack shows where it hangs"
+            seconds, limit_s = (min(waits, state.seconds), self.timeout_s / 2) if waiting else (state.seconds, limit_s)
+        else:
+            how, remedy, seconds = SLOW, "wait, or look at the stack", max(waits, state.seconds)
+        where = f" on {state.host}" * (state.host != HOST) if state else ""
+        text = f"rank {rank} (process {pid or (state and state.pid)}{where}) {how}, since {seconds:.0f} s"
+        text += f" ({state or 'start-up'}){self._victims(rank)}: {remedy}"
+        if (rank, how) not in self._reported:
+            self._reported.add((rank, how))
+            self.say(text + (f"; the run ends after {limit_s:g} s" if limit_s < math.inf else ""))
+        failure = Failure(rank, REFUSED, f"{text}; limit {limit_s:g} s", state.phase if state else "start-up")
+        return failure, how, seconds >= limit_s
+
+    def _victims(self, late: int) -> str:
+        """What another rank waits in; a stopped rank's own state is that of its last beat."""
+        waits = [(state.seconds, rank) for rank, state in self.states.items() if state.is_waiting and rank != late]
+        seconds, rank = max(waits, default=(0.0, 0))
+        return f"; {len(waits)} wait, rank {rank} for {seconds:.0f} s ({self.states[rank]})" if waits else ""
 
 
 def is_stopped(pid: int) -> bool:
@@ -143,7 +177,3 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):  # it has ended
         return False
-
-
-def _report(text: str) -> None:
-    print(f"megarl: {text}", file=sys.stderr, flush=True)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
+
+import torch.distributed as dist
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
@@ -28,6 +31,7 @@ from megarl.launch.build import (
     make_trainer,
     open_rank,
     rank_telemetry,
+    saved,
 )
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
@@ -57,11 +61,12 @@ from megarl.stages.evaluation import Evaluation, ProblemSet
 from megarl.stages.rl import RlRun, train
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, Sample, TrainBatch
+from megarl.types import CheckFailed, Prompt, Sample, Terminated, TrainBatch
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 PARITY_PROMPTS = 8
 ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
+LAST_STEPS = 50  # of a replica's ranks, after SIGTERM
 Span = Callable[[str], AbstractContextManager[None]]
 
 
@@ -188,14 +193,8 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
             prompts_per_step=config.train.prompts_per_step,
             start=start,
         )
-        try:
+        with saved(trainer, checkpoint, engine):
             train(run)
-        except CheckFailed:  # raised on every rank: save the progress so far
-            trainer.memory.onload_all()
-            checkpoint.save()
-            checkpoint.finish()
-            raise
-        checkpoint.finish()
     trainer.memory.onload_all()
     return trainer
 
@@ -227,7 +226,20 @@ def make_engine(rank: Rank) -> Engine:
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
+        before_step=partial(_before_engine_step, rank),
     )
+
+
+def _before_engine_step(rank: Rank) -> None:
+    """Counts engine steps. After SIGTERM, gives the rollout up, which a resumed run repeats: on all ranks of a replica
+    before the same step. The first to know chooses a later one, by which the others have received the signal too."""
+    phase, size = rank.phase, rank.config.rollout.tensor
+    phase.engine_steps += 1
+    if phase.is_stopping and phase.name == "rollout":
+        store: Any = dist.distributed_c10d._get_default_store()
+        last = str(phase.engine_steps + LAST_STEPS * (size > 1))
+        if phase.engine_steps >= int(store.compare_set(f"megarl/stop/{rank.env.rank // size}", "", last)):
+            raise Terminated("stopped by SIGTERM")
 
 
 def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:

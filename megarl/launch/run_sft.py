@@ -14,6 +14,7 @@ from megarl.launch.build import (
     make_trainer,
     open_rank,
     rank_telemetry,
+    saved,
 )
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
@@ -35,6 +36,7 @@ def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
                 examples=partial(supervised_batch, rank.tokenizer),
                 trainer=trainer,
                 phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, current=phase),
+                is_stopping=lambda: any(rank.transport.gather(phase.is_stopping)),
                 checkpoint=checkpoint,
                 telemetry=telemetry,
                 state=state,
@@ -43,6 +45,6 @@ def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
                 until_accuracy=config.sft.until_accuracy,
                 start=start,
             )
-            sft(run)
-            checkpoint.finish()
+            with saved(trainer, checkpoint):
+                sft(run)
         export(rank, trainer)

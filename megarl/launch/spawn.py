@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +28,12 @@ from megarl.config.validate import Job
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import Failure
 from megarl.launch.heartbeat import Heartbeats, Slots, shared_memory
+from megarl.launch.progress import State
 from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import child_env, get_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
 GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
-KILL_AFTER_S = 4.0  # between SIGTERM and SIGKILL
-STACK_TRACE_S = 1.0  # for a rank to write its stack trace
 POLL_S = 0.05
 
 
@@ -50,9 +49,9 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
         lock_shm(shm)
         ranks = _Ranks(folder, config.launch.timeout_s)
         try:
-            with _stop_signals() as is_stopped:
+            with _stop_signals() as signals:
                 ranks.start(job.world, job_id=job_id, arguments=[str(file), command])
-                failure = ranks.wait(is_stopped)
+                failure = ranks.wait(signals)
         finally:
             ranks.end()
             unlink_shm(shm, lock=True)
@@ -92,13 +91,13 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT, SIGTERM or SIGHUP has arrived."""
-    signals: list[int] = []
+def _stop_signals() -> Iterator[set[int]]:
+    """Yields the set of those among SIGINT, SIGTERM and SIGHUP that have arrived."""
+    signals: set[int] = set()
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {name: signal.signal(name, lambda number, _frame: signals.append(number)) for name in names}
+    old = {name: signal.signal(name, lambda number, _frame: signals.add(number)) for name in names}
     try:
-        yield lambda: bool(signals)
+        yield signals
     finally:
         for name, handler in old.items():
             signal.signal(name, handler)
@@ -112,7 +111,8 @@ class _Ranks:
     timeout_s: float
     slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
-    left_running: list[int] = field(default_factory=list)  # ranks that had not failed when the job was terminated
+    left_running: list[str] = field(default_factory=list)  # where the ranks were that had not failed
+    is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -138,77 +138,64 @@ class _Ranks:
                 self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
         os.close(store_fd)
 
-    def wait(self, is_stopped: Callable[[], bool]) -> Failure | None:
+    def wait(self, signals: set[int]) -> Failure | None:
         """Wait until all ranks are done, one fails or stops responding, or the user stops the job.
 
         Returns None if all are done.
         """
-        heartbeats = Heartbeats(self.slots, self.timeout_s)
-        while not is_stopped():
+        heartbeats = Heartbeats(self.slots.read, self.timeout_s)
+        while not signals or (signals == {signal.SIGTERM} and self._save(heartbeats.states)):
             codes = [process.poll() for process in self.processes]
             if all(code == 0 for code in codes):
                 return None
             if any(codes):
-                return self._cause(is_stopped)
+                return self._cause(signals, heartbeats)
             if late := heartbeats.check({rank: p.pid for rank, p in enumerate(self.processes) if codes[rank] is None}):
-                self.left_running = [late.rank]
-                self._request_stack_traces()
                 return late
             time.sleep(POLL_S)
-        return Failure(-1, exit_codes.STOPPED, "stopped")
+        return Failure(-1, exit_codes.TERMINATED if signals == {signal.SIGTERM} else exit_codes.STOPPED, "stopped")
 
-    def _cause(self, is_stopped: Callable[[], bool]) -> Failure:
-        """Give the other ranks time to fail too, then return the first failure."""
+    def _save(self, states: Mapping[int, State]) -> bool:
+        """After SIGTERM, makes the ranks save and end; returns whether all have left the start-up."""
+        if not self.is_saving and [s.phase != "start-up" for s in states.values()] == [True] * len(self.processes):
+            self.is_saving = True
+            print("megarl: SIGTERM: the run ends when it is saved; Ctrl-C ends it at once", file=sys.stderr, flush=True)
+            for process in self.processes:
+                process.send_signal(signal.SIGTERM)
+        return self.is_saving
+
+    def _cause(self, signals: set[int], heartbeats: Heartbeats) -> Failure:
+        """Give the other ranks time to fail too, then return the first failure, or the late rank that caused it."""
         statuses = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and not is_stopped() and any(p.poll() is None for p in self.processes):
+        while time.monotonic() < deadline and not signals and any(p.poll() is None for p in self.processes):
             time.sleep(POLL_S)
-        self.left_running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
-        self._request_stack_traces()
+        running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        self.left_running = [f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})" for rank in running]
         rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences
             name = signal.strsignal(-status) if -status not in set(signal.Signals) else signal.Signals(-status).name
             hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
         if failure := exit_codes.first_failure(map(self.slots.failure, range(len(self.processes)))):
-            return failure
+            late = heartbeats.suspect
+            return late if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank else failure
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
         return Failure(rank, code, f"rank {rank} exited with status {status} without recording a failure")
 
-    def _request_stack_traces(self) -> None:
-        """Make running ranks write their stack to their logs (faulthandler) before they are terminated."""
-        logs = [self.folder / "logs" / f"rank_{rank}.log" for rank in self.left_running]
-        sizes = [log.stat().st_size for log in logs]
-        for rank in self.left_running:
-            self.processes[rank].send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + STACK_TRACE_S
-        while time.monotonic() < deadline and any(
-            log.stat().st_size == size for log, size in zip(logs, sizes, strict=True)
-        ):
-            time.sleep(POLL_S)
-
     def end(self) -> None:
-        """Terminate all ranks and the processes they started."""
+        """End all ranks and the processes they started; what is worth saving is saved by now."""
         for process in self.processes:
-            _signal_session(process, signal.SIGTERM)
-            _signal_session(process, signal.SIGCONT)  # a stopped process handles no signal before it
-        deadline = time.monotonic() + KILL_AFTER_S
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            _signal_session(process, signal.SIGKILL)
             process.wait()
 
 
-def _signal_session(process: subprocess.Popen[Any], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _message(failure: Failure, folder: Path, left_running: list[int]) -> str:
+def _message(failure: Failure, folder: Path, left_running: list[str]) -> str:
     """The message on the terminal when a job fails."""
-    if failure.code == exit_codes.STOPPED:
-        return f"megarl: stopped; results so far are in {folder}"
+    if failure.code in (exit_codes.STOPPED, exit_codes.TERMINATED):
+        return f"megarl: {failure.message}; results so far are in {folder}"
     if failure.code == exit_codes.USER:
         return f"megarl: {failure.message}"
     if failure.code == exit_codes.REFUSED:
@@ -216,8 +203,5 @@ def _message(failure: Failure, folder: Path, left_running: list[int]) -> str:
     log = folder / "logs" / f"rank_{failure.rank}.log"
     phase = f" in {failure.phase}" if failure.phase else ""
     message = f"megarl: rank {failure.rank} failed{phase}: {failure.message}"
-    lines = [message, failure.traceback.rstrip(), f"full log: {log}"]
-    if left_running:
-        ranks = ", ".join(map(str, left_running))
-        lines.append(f"still running: rank {ranks}; the end of each rank's log shows where it was waiting")
+    lines = [message, failure.traceback.rstrip(), f"full log: {log}", *left_running]
     return "\n".join(line for line in lines if line)

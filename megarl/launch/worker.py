@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,7 +27,7 @@ from megarl.launch import exit_codes
 from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.launch.heartbeat import Slots
 from megarl.launch.run_config import prepare_run_dir
-from megarl.platform.env import LOOPBACK, Env, redact, set_env
+from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
 
 PR_SET_PDEATHSIG = 1
 
@@ -52,19 +53,22 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # how the launcher requests a stack trace
     # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
+    set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))  # collectives, for launch.progress
     if env.num_nodes == 1:
         set_env(**LOOPBACK)
     watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)
+    if command == "train":
+        signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
     if env.launched:
         slots.start_beating(env.rank, phase)
     try:
-        if env.has_launcher and not env.launched and env.num_nodes > 1:
+        if env.has_launcher and not env.launched and env.world_size > 1:
             from megarl.launch.failure_watch import FailureWatch
 
-            watch = FailureWatch(env, lambda message, code: _note_exit(folder, env, Failure(-1, code, message)))
+            say = partial(print, "megarl:", file=terminal)
+            watch = FailureWatch(env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say)
         _command(config, command)(config, env, phase)
     except KeyboardInterrupt:
         _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
@@ -76,9 +80,9 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         with suppress(OSError):  # the log's disk is full
             print(redact(traceback.format_exc()), file=sys.stderr)
         if _note_exit(folder, env, failure):
-            print(f"megarl: rank {env.rank} failed in {failure.phase}: {failure.message}", file=terminal)
+            print(f"megarl: rank {env.rank} ended in {failure.phase}: {failure.message}", file=terminal)
         if watch is not None:
-            watch.broadcast(failure.message, failure.code)
+            watch.broadcast(failure)
         return failure.code
     finally:
         _flush()

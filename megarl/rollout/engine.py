@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,9 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
         trust_remote_code: bool = False,
+        before_step: Callable[[], None] = lambda: None,
     ) -> Engine:
-        """Starts vLLM with dummy weights.
+        """Starts vLLM with dummy weights. `before_step` is called before every step of the engine.
 
         `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
         (models.registry.hf_shapes), `fp32` those that are never bf16.
@@ -104,6 +105,8 @@ class Engine:
         # vLLM would destroy the default process group, which is also the trainer's, when collected or at exit
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
+        step = llm.llm_engine.step
+        llm.llm_engine.step = lambda: (before_step(), step())[1]  # type: ignore[method-assign]
         model = llm.apply_model(lambda model: model)[0]
         trace = trace_loader(model, shapes, dtype)
         receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)

@@ -25,9 +25,10 @@ from torch import Tensor
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Sample
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Sample, Terminated
 
 LENGTH_BYTES = 8  # of the header's length
+ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Exchange:
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).
 
-        If a rank fails, every rank raises: CheckFailed if the rank raised that, RuntimeError for any other exception.
+        If a rank fails, every rank raises: Terminated or CheckFailed if the rank raised that, else RuntimeError.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
         rank, world = self.replica.rank * self.member.size + self.member.rank, self.replica.size * self.member.size
@@ -52,9 +53,9 @@ class Exchange:
         try:
             part, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
         except CheckFailed as refusal:
-            error = (True, rank, str(refusal))
+            error = (ERRORS.index(type(refusal)), rank, str(refusal))
         except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
-            error = (False, rank, f"{type(defect).__name__}: {defect}")
+            error = (0, rank, f"{type(defect).__name__}: {defect}")
         entry = torch.tensor([part.numel(), int(digest[:15], 16), error is not None])
         entries, errors = entry.repeat(world), [error]
         if world > 1:
@@ -65,9 +66,8 @@ class Exchange:
             if world > 1:
                 errors *= world
                 dist.all_gather_object(errors, error)
-            is_refused, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
-            message = f"rank {rank} could not sample: {text}"
-            raise CheckFailed(message) if is_refused else RuntimeError(message)
+            kind, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
+            raise ERRORS[kind](f"rank {rank} could not sample: {text}")
         for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):
             if len(set(digests)) > 1:
                 ranks = f"{replica * self.member.size}..{(replica + 1) * self.member.size - 1}"

@@ -16,7 +16,7 @@ from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.packing import plan_microbatches
 from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
 from megarl.trainer.trainer import Trainer
-from megarl.types import ObjectiveState, Prompt, StepReport, TokenBatch
+from megarl.types import ObjectiveState, Prompt, StepReport, Terminated, TokenBatch
 
 
 @dataclass
@@ -34,10 +34,13 @@ class SftRun:
     prompts_per_step: int
     until_accuracy: float | None = None  # stop once the sampled accuracy reaches this
     start: int = 0
+    is_stopping: Callable[[], bool] = lambda: False  # the same on every rank
 
 
 def sft(run: SftRun) -> None:
     for step in range(run.start, run.steps):
+        if run.is_stopping():
+            raise Terminated("stopped by SIGTERM")
         with run.telemetry.step(step) as record:
             batch = run.examples(run.prompts.take(run.prompts_per_step))
             with run.phases.train():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-import struct
+import threading
 import time
 
 import pytest
 
 from megarl.launch import heartbeat
 from megarl.launch.exit_codes import CurrentPhase, Failure
-from megarl.launch.heartbeat import Heartbeats, Slots, shared_memory
+from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
+from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
+
+
+ROLLOUT = State(os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)")
+MOVES, WAITS = ROLLOUT._replace(seconds=0.1), ROLLOUT._replace(is_waiting=True, seconds=40.0, operation="all_reduce 7")
+STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(seconds=41.0, cpu_s=30.0)
 
 
 @pytest.fixture
@@ -32,20 +39,19 @@ def watch(heartbeats: Heartbeats, pids: dict[int, int], within_s: float) -> Fail
 def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots, capfd) -> None:
     phase = CurrentPhase("sync")
     slots.start_beating(0, phase)
-    os.pwrite(slots.fd, struct.pack("<QI64s", 7, 0, b"rollout"), heartbeat.SLOT_BYTES)  # rank 1 beats no more
+    os.pwrite(slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES)  # rank 1 beats no more
     began = time.monotonic()
-    late = watch(Heartbeats(slots, timeout_s=0.4), {0: os.getpid(), 1: os.getpid()}, within_s=5)
-    assert time.monotonic() - began >= 0.4
+    late = watch(Heartbeats(slots.read, 0.4, 0.01), {0: os.getpid(), 1: os.getpid()}, within_s=5)
+    assert time.monotonic() - began >= 0.9 * 0.4
     assert late is not None and (late.rank, late.code, late.phase) == (1, 3, "rollout")
     assert "rank 1" in late.message and "shows no sign of life" in late.message and "stopped" not in late.message
     assert capfd.readouterr().err.count("\n") == 1, "reported once"
-    assert watch(Heartbeats(slots, timeout_s=0.1), {0: os.getpid()}, within_s=0.5) is None
-    assert slots.read(0)[1] == "sync"
+    assert watch(Heartbeats(slots.read, 0.1, 0.01), {0: os.getpid()}, within_s=0.5) is None
+    assert State(*json.loads(slots.read(0)[1])).phase == "sync"
 
 
-def test_time_in_which_the_launcher_did_not_look_does_not_count(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MAX_ELAPSED_S", 0.02)
-    heartbeats = Heartbeats(slots, timeout_s=0.2)
+def test_time_in_which_the_launcher_did_not_look_does_not_count(slots: Slots) -> None:
+    heartbeats = Heartbeats(slots.read, timeout_s=0.2, every_s=0.01)
     time.sleep(0.5)  # a laptop that slept
     assert heartbeats.check({0: os.getpid()}) is None
 
@@ -72,3 +78,79 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
     assert not os.get_inheritable(fd)
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         store.wait(["absent"])
+
+
+@pytest.mark.parametrize(
+    ("states", "late"),
+    [
+        ([WAITS, STUCK, WAITS, WAITS], [1]),
+        ([WAITS, STUCK._replace(seconds=20.0), WAITS, WAITS], [1]),  # only slow so far
+        ([WAITS, BUSY, WAITS], [1]),
+        ([WAITS, STUCK, BUSY, MOVES], [1]),  # who computes may wait for it later
+        ([WAITS, MOVES, BUSY], [1, 2]),
+        ([WAITS, WAITS, WAITS._replace(operation="all_gather 7")], [2]),
+        ([WAITS, WAITS, WAITS], []),  # the network
+        ([WAITS, WAITS._replace(seconds=1.0)], []),  # a moment ago it did something else
+        ([MOVES, WAITS._replace(seconds=20.0)], []),
+        ([STUCK], [0]),
+        ([BUSY], []),
+        ([], []),
+    ],
+)
+def test_who_is_late(states: list[State], late: list[int]) -> None:
+    found, waiting = find_late(dict(enumerate(states)))
+    assert found == late
+    assert waiting == [rank for rank, state in enumerate(states) if state.is_waiting and state.seconds == 40.0]
+
+
+@pytest.mark.parametrize(
+    ("state", "how", "ends"),
+    [
+        (STUCK, "neither moves nor computes, since 40 s (rollout, engine step 7, at step", True),
+        (BUSY, "is late, but not stuck, since 41 s", False),
+        (STUCK._replace(is_limited=True), "is late, but not stuck, since 41 s", False),  # a reward of 41 s
+        (STUCK._replace(pid=1, host="node7"), "rank 1 (process 1 on node7) neither moves", True),
+    ],
+)
+def test_a_late_rank_is_named_with_its_stack_and_its_victims(state: State, how: str, ends: bool) -> None:
+    beats, said = iter(range(99)), []
+    states = [WAITS, state]
+    heartbeats = Heartbeats(lambda rank: (next(beats), json.dumps(states[rank])), 70.0, 0.0, said.append)
+    failure = heartbeats.check({0: 0, 1: 0})
+    assert (failure is not None) == ends and heartbeats.suspect and heartbeats.suspect.rank == 1
+    (line,) = said
+    assert how in line and "; 1 wait, rank 0 for 40 s (rollout, all_reduce 7, at step (a/b.py:1))" in line
+    assert ("; the run ends after 35 s" in line) == ends
+    heartbeats.check({0: 0, 1: 0})
+    assert len(said) == 1, "reported once"
+    states[:] = [MOVES, MOVES]
+    assert heartbeats.check({0: 0, 1: 0}) is None and heartbeats.suspect is None
+    assert said[1:] == ["rank 1 goes on"] * (heartbeat.SLOW not in line)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_waiting", "is_limited"),
+    [
+        ("/site-packages/torch/distributed/distributed_c10d.py", True, False),
+        ("/site-packages/vllm/distributed/device_communicators/cpu_communicator.py", True, False),
+        ("/site-packages/megatron/core/pipeline_parallel/p2p_communication.py", True, False),
+        ("/megarl/weights/transports/collective.py", True, False),
+        ("/megarl/rewards/rules.py", False, True),
+        ("/megarl/trainer/forward.py", False, False),
+    ],
+)
+def test_a_sample_shows_where_the_main_thread_is(file: str, is_waiting: bool, is_limited: bool) -> None:
+    sampler, samples = Sampler(CurrentPhase("train", engine_steps=3)), []
+
+    def watcher() -> None:
+        for _ in range(2):
+            time.sleep(0.05)
+            samples.append(sampler.sample())
+
+    thread = threading.Thread(target=watcher)
+    thread.start()
+    exec(compile("import time\n\ntime.sleep(0.2)", file, "exec"))
+    thread.join()
+    assert samples[1].stack.startswith(f"<module> ({'/'.join(file.split('/')[-2:])}:3) < test_a_sample")
+    assert (samples[1].is_waiting, samples[1].is_limited) == (is_waiting, is_limited)
+    assert samples[0].seconds == pytest.approx(0.0, abs=0.02) and samples[1].seconds > 0.04 > samples[1].cpu_s

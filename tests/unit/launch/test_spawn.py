@@ -119,9 +119,7 @@ def test_a_defect_shows_the_last_lines_and_where_its_peer_was(tmp_path: Path) ->
     _code, _out, err = finish(start("defect", tmp_path))
     assert 'int("what")' in err
     assert f"{tmp_path}/defect/logs/rank_1.log" in err
-    assert "still running: rank 0" in err
-    log = (tmp_path / "defect" / "logs" / "rank_0.log").read_text()
-    assert "sitecustomize.py" in log, "asked by the launcher, the rank left behind says where it is"
+    assert "still running: rank 0 (start-up, at run (stand_in/sitecustomize.py:" in err
 
 
 @pytest.mark.parametrize("name", ["forever", "stubborn"])
@@ -259,6 +257,39 @@ def test_a_stopped_rank_is_reported_soon_and_may_go_on(tmp_path: Path) -> None:
 def test_a_call_that_holds_the_gil_is_not_taken_for_a_stop(tmp_path: Path) -> None:
     code, _out, err = finish(start("gil", tmp_path, timeout_s=5))  # a stopped rank would have 2.5 s, the call takes 3
     assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        (
+            "saves",
+            143,
+            "SIGTERM: the run ends when it is saved; Ctrl-C ends it at once\nmegarl: stopped by SIGTERM; the last",
+        ),
+        ("finishes", 0, "SIGTERM: the run ends when it is saved; Ctrl-C ends it at once\n"),
+        ("forever", 143, "stopped; results so far are in"),  # nothing to save before the first step
+    ],
+)
+def test_sigterm_reaches_ranks_that_train(tmp_path: Path, name: str, code: int, said: str) -> None:
+    process, folder = start(name, tmp_path), tmp_path / name
+    wait_for(folder / "busy_0", folder / "busy_1")
+    time.sleep(1.5)  # for the beats to say so
+    process.send_signal(signal.SIGTERM)
+    got, _out, err = finish(process)
+    assert got == code and f"megarl: {said}" in err, err
+    assert exit_file(folder)["code"] == code and gone(*rank_pids(folder), within_s=1)
+    assert sum(file.exists() for file in (folder / "saved_0", folder / "saved_1")) == (2 if name == "saves" else 0)
+
+
+def test_ctrl_c_ends_a_run_that_does_not_finish_saving(tmp_path: Path) -> None:
+    process, folder = start("hangs", tmp_path), tmp_path / "hangs"
+    wait_for(folder / "busy_0", folder / "busy_1")
+    time.sleep(1.5)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(0.5)
+    assert finish(process)[0] == 130
 
 
 @pytest.fixture

@@ -1,0 +1,104 @@
+"""What each rank is doing, and which one is late. No torch.
+
+    rank: a thread --Sampler.sample--> State, every beat --slot or store--> observer --find_late--> the rank to name
+
+A rank waits if its main thread is in a communication call, or if torch's flight recorder has an unfinished collective
+(gloo records no point-to-point messages, vLLM's own kernels nothing). It is stuck if it does not wait, and for STALL_S
+has neither moved nor computed. So the ranks' collectives, which differ between pipeline stages, need no comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.launch.exit_codes import CurrentPhase
+
+STALL_S = 30.0  # in one place, until a rank counts as waiting or stuck
+BUSY_CPU = 0.05  # of a core: who uses more is computing
+WAITS = re.compile(r"/(torch|vllm)/distributed/|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$")
+WRAPPERS, SHOWN_FRAMES = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py"), 4
+HOST = socket.gethostname()
+
+
+class State(NamedTuple):
+    """One sample of a rank."""
+
+    pid: int
+    host: str
+    phase: str
+    operation: str  # a collective and its number, or an engine step
+    is_waiting: bool  # for other ranks
+    is_limited: bool  # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    seconds: float  # since anything of it changed
+    cpu_s: float  # used meanwhile, by all threads
+    stack: str  # innermost frames
+
+    @property
+    def is_stuck(self) -> bool:
+        return not self.is_waiting and self.seconds >= STALL_S and self.cpu_s < self.seconds * BUSY_CPU
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.operation and ', '}{self.operation}, at {self.stack}"
+
+
+class Sampler:
+    """Samples the main thread of this process, from another thread."""
+
+    def __init__(self, phase: CurrentPhase) -> None:
+        self._phase, self._place, self._began, self._cpu = phase, None, 0.0, 0.0
+
+    def sample(self) -> State:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(main)]
+        frames = [frame for frame in frames if not frame[0].endswith(WRAPPERS)]
+        (pending, numbers), phase, steps = _pending_collective(), self._phase.name, self._phase.engine_steps
+        if (place := (frames, numbers, phase, steps)) != self._place:
+            self._place, self._began, self._cpu = place, time.monotonic(), time.process_time()
+        shown = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in frames[:SHOWN_FRAMES]]
+        return State(
+            os.getpid(),
+            HOST,
+            phase,
+            pending or f"engine step {steps}" * (phase == "rollout"),
+            bool(pending or (frames and WAITS.search(frames[0][0]))),
+            phase == "start-up" or any("/megarl/rewards/" in file for file, _, _ in frames),
+            time.monotonic() - self._began,
+            time.process_time() - self._cpu,
+            " < ".join(shown),
+        )
+
+
+def _pending_collective() -> tuple[str, object]:
+    """The oldest collective that this rank has begun and not completed, and how many each group has begun."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=True)) if c10d else {}
+    for entry in record.get("entries", ()):
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        return f"{entry['profiling_name']} {number} of group {' '.join(entry['process_group'])}", record["pg_status"]
+    return "", record.get("pg_status")
+
+
+def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:
+    """Returns (late ranks, ranks that wait).
+
+    Late are those that are stuck; if none is, and others wait, those that do not, which are only slow; and if all
+    wait, those that wait in another operation than most: they left out or added a collective.
+    """
+    waiting = [rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S]
+    if stuck := [rank for rank, state in states.items() if state.is_stuck]:
+        return stuck, waiting
+    if len(waiting) < len(states):
+        return [rank for rank, state in states.items() if waiting and not state.is_waiting], waiting
+    usual = [name for name, _ in Counter(state.operation for state in states.values()).most_common(1)]
+    return [rank for rank, state in states.items() if state.operation not in usual], waiting
