@@ -367,11 +367,11 @@ def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monke
 def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> None:
     """Megatron-Core has no `init_state_fn` for it; its own loading takes this step too."""
     steps: list[dict] = []
-    hybrid = SimpleNamespace(state={}, dummy_step=lambda: steps.append({}))
-    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    hybrid = SimpleNamespace(state={}, param_groups=[], dummy_step=lambda: steps.append({}))
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid), 1)  # type: ignore[arg-type]
     assert len(steps) == 1
     hybrid.state = {"p": {}}
-    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid), 1)  # type: ignore[arg-type]
     assert len(steps) == 1
 
 
