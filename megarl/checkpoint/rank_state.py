@@ -5,8 +5,7 @@ Megatron's distributed optimizer splits a flat buffer of parameters over the dat
     save   each tensor belongs to one of the ranks that have a piece of it, which gathers the others' and writes it
     load   each rank reads its own pieces into its optimizer, and all weights into its model
 
-One tensor is gathered or read at a time. The files are those of Megatron's `fully_reshardable` format, which would
-gather all tensors on all data ranks.
+One tensor is gathered or read at a time. The files are Megatron's `fully_reshardable` ones, for any layout.
 """
 
 from __future__ import annotations
@@ -15,85 +14,60 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megarl.checkpoint.hf_folder import lead_axis
-from megarl.checkpoint.torch_dist import MegatronFolder, stored_entries, stored_slice
+from megarl.checkpoint.torch_dist import MegatronFolder, stored_shards
 from megarl.models.shards import ShardSlice
 
-STATE = ("param", "exp_avg", "exp_avg_sq")  # fp32 weights and Adam's moments
-
 
 @dataclass(frozen=True, eq=False)
-class _Split:
-    """Rank r of the optimizer's data ranks has the elements bounds[r]:bounds[r + 1] of the flat parameter."""
+class _Stored:
+    """A tensor of the checkpoint, and where its elements are on the data ranks."""
 
-    optimizer: Any  # Megatron's DistributedOptimizer
-    param: Tensor
-    bounds: Sequence[int]
-
-    @property
-    def rank(self) -> int:
-        return self.optimizer.data_parallel_group.rank()
-
-    def overlaps(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """The part of [first, last) on each rank that has one."""
-        parts = ((max(first, low), min(last, high)) for low, high in zip(self.bounds, self.bounds[1:], strict=False))
-        return {rank: (low, high) for rank, (low, high) in enumerate(parts) if low < high}
+    tensor: Tensor  # the parameter or buffer
+    box: ShardSlice
+    shard: Any  # Megatron's ShardedTensor
+    optimizer: Any  # Megatron's DistributedOptimizer; None: not trained
+    rank: int  # in its group
+    start: int  # of this rank's state in the flat parameter
+    parts: Mapping[int, tuple[int, int]]  # elements of the flat parameter whose state is on a rank, by rank
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's pieces, each of shape [bounds[rank + 1] - bounds[rank]]."""
-        tensors = self.optimizer._get_main_param_and_optimizer_states(self.param)
-        return {name: tensors[name].detach().view(-1) for name in STATE}
+        """This rank's piece of the optimizer state."""
+        tensors = self.optimizer._get_main_param_and_optimizer_states(self.tensor)
+        low, high = (element - self.start for element in self.parts[self.rank])
+        return {name: tensors[name].detach().view(-1)[low:high] for name in ("param", "exp_avg", "exp_avg_sq")}
 
 
-@dataclass(frozen=True, eq=False)
-class _Saved:
-    """A tensor of the checkpoint, and which ranks have pieces of its optimizer state."""
-
-    shard: ShardedTensor
-    split: _Split
-    first: int  # of its elements in the flat parameter
-    parts: Mapping[int, tuple[int, int]]
+def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:  # of dense and of expert parameters
+    return getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else [])
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers of dense and of expert parameters."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def allocate(optimizer: MegatronOptimizer) -> None:
-    """Create the moments and step counts that loading writes into; otherwise they exist only after the first step."""
+def allocate(optimizer: MegatronOptimizer, step: float) -> None:
+    """Create the state that loading writes into, which otherwise exists only after the first step, and set its step."""
     for part in parts_of(optimizer):
         if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
         elif not part.optimizer.state:  # HybridDeviceOptimizer, of train.optimizer_cpu_offload
             part.optimizer.dummy_step()
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-
-
-def set_steps(optimizer: MegatronOptimizer, saved: Mapping[Any, Any]) -> None:
-    """`saved` is the state_dict of one part; older checkpoints of experts have that of each, by number."""
-    step = saved.get(0, saved)["optimizer"]["param_groups"][0].get("step", 0)
-    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:  # where Transformer Engine counts
             group["step"] = step
         for state in part.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(step)
+            if "step" in state or isinstance(part.optimizer, torch.optim.Adam):
+                state["step"] = torch.tensor(float(step))  # each its own: it is incremented in place
 
 
-def _splits(optimizer: MegatronOptimizer) -> dict[Tensor, _Split]:
-    splits = {}
+def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None) -> Iterator[_Stored]:
+    bounds_of = {}
     for part in parts_of(optimizer):
         ranks = part.data_parallel_group.size()
         for buffer in part.buffers:
@@ -101,71 +75,65 @@ def _splits(optimizer: MegatronOptimizer) -> dict[Tensor, _Split]:
                 bucket = buffer.buckets[number]
                 share, first = bucket.grad_data.numel() // ranks, start - bucket.offset
                 bounds = [min(max(rank * share - first, 0), end - start) for rank in range(ranks + 1)]
-                splits[param] = _Split(part, param, bounds)
-    return splits
+                bounds_of[param] = part, part.data_parallel_group.rank(), bounds
+    for chunk in chunks:
+        for tensor, shard, box in stored_shards(chunk):
+            part, rank, bounds = bounds_of.get(tensor, (None, 0, (0,)))
+            first, last = box.offset, box.offset + box.numel
+            overlaps = ((max(first, low), min(last, high)) for low, high in pairwise(bounds))
+            parts = {peer: (low, high) for peer, (low, high) in enumerate(overlaps) if low < high}
+            yield _Stored(tensor, box, shard, part, rank, bounds[rank], parts)
 
 
 @torch.no_grad()
-def host_copies(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> list[ShardedTensor | ShardedObject]:
-    """What this rank saves of its pipeline chunks and their optimizer, copied to the host. A collective."""
-    splits, copies = _splits(optimizer), []
-    saved: dict[Any, list[_Saved]] = {part: [] for part in parts_of(optimizer)}
-    for chunk in chunks:
-        for _, tensor, shard, first in stored_entries(chunk):
-            if isinstance(shard, ShardedObject):
-                copies.append(shard)
-            elif (split := splits.get(tensor)) is None:  # a buffer, or not trained
-                if is_main_replica(shard.replica_id):
-                    copies.append(replace(shard, data=_host_copy(shard.data)))
-            elif is_main_replica(shard.replica_id[:-1]):
-                parts = split.overlaps(first, first + shard.data.numel())
-                saved[split.optimizer].append(_Saved(shard, split, first, parts))
-    for tensors in saved.values():
-        for tensor, owner in _owners(tensors).items():
-            copies.extend(_copies(tensor, owner))
+def host_copies(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
+    """The tensors that this rank saves of its pipeline chunks and their optimizer, on the host. A collective."""
+    copies, shared = [], {part: [] for part in parts_of(optimizer)}
+    for stored in _stored(chunks, optimizer):
+        if stored.optimizer is None and is_main_replica(stored.shard.replica_id):
+            copies.append(replace(stored.shard, data=_host_copy(stored.shard.data)))
+        elif stored.optimizer is not None and is_main_replica(stored.shard.replica_id[:-1]):
+            shared[stored.optimizer].append(stored)
+    for tensors in shared.values():
+        for stored, owner in _owners(tensors).items():
+            if stored.rank in stored.parts:
+                copies.extend(_copies(stored, owner))
     return copies
 
 
-def _owners(tensors: Sequence[_Saved]) -> dict[_Saved, int]:
+def _owners(tensors: Sequence[_Stored]) -> dict[_Stored, int]:
     """Assigns each tensor to the one of its ranks that has the fewest elements to save so far."""
     owners, elements = {}, defaultdict[int, int](int)
-    for tensor in sorted(tensors, key=lambda tensor: (len(tensor.parts), -tensor.shard.data.numel())):
-        owners[tensor] = min(tensor.parts, key=lambda rank: elements[rank])
-        elements[owners[tensor]] += tensor.shard.data.numel()
+    for stored in sorted(tensors, key=lambda stored: (len(stored.parts), -stored.box.numel)):
+        owners[stored] = min(stored.parts, key=lambda rank: elements[rank])
+        elements[owners[stored]] += stored.box.numel
     return owners
 
 
-def _copies(tensor: _Saved, owner: int) -> Iterator[ShardedTensor]:
-    """On its owner the tensor's weights and optimizer state, elsewhere nothing."""
-    shard, rank = tensor.shard, tensor.split.rank
-    pieces = tensor.split.state() if rank in tensor.parts else {}
-    weights = _host_copy(shard.data) if rank == owner else torch.empty(0)
-    if rank == owner:
-        yield replace(shard, data=weights, replica_id=0)
-    for name in STATE if pieces else ():
-        is_weights = name == "param" and shard.data.dtype == torch.float32
-        whole = weights if is_weights else _gather(tensor, pieces[name], owner)
-        if rank == owner:
-            data = whole.view(shard.data.shape)
-            key = f"optimizer.state.{name}.{shard.key}"
-            yield replace(shard, key=key, data=data, dtype=data.dtype, replica_id=0)
+def _copies(stored: _Stored, owner: int) -> Iterator[ShardedTensor]:
+    """Weights and optimizer state on the tensor's owner, nothing on the other ranks that have a piece."""
+    weights = stored.shard.data
+    whole = {"": _host_copy(weights)} if stored.rank == owner else {}
+    for name, piece in stored.state().items():
+        is_weights = name == "param" and weights.dtype == torch.float32
+        key = f"optimizer.state.{name}."
+        whole[key] = whole.get("", piece) if is_weights else _gather(stored, piece, owner)
+    for key, data in whole.items() if stored.rank == owner else ():
+        key, data = key + stored.box.name, data.view(weights.shape)
+        yield replace(stored.shard, key=key, data=data, dtype=data.dtype, replica_id=0)
 
 
-def _gather(tensor: _Saved, piece: Tensor, owner: int) -> Tensor:
-    """Returns [numel] on the owner's host; `piece` is this rank's of the parameter."""
-    split = tensor.split
-    start, group = split.bounds[split.rank], split.optimizer.data_parallel_group
-    low, high = tensor.parts[split.rank]
-    piece = piece[low - start : high - start].to(split.param.device)
-    if len(tensor.parts) == 1:
+def _gather(stored: _Stored, piece: Tensor, owner: int) -> Tensor:
+    """Returns [numel] on the owner's host."""
+    group, piece = stored.optimizer.data_parallel_group, piece.to(stored.tensor.device)
+    if len(stored.parts) == 1:
         return _host_copy(piece)
-    if split.rank == owner:
-        whole = torch.empty(tensor.shard.data.numel(), dtype=piece.dtype, device=piece.device)
-        views = {rank: whole[a - tensor.first : b - tensor.first] for rank, (a, b) in tensor.parts.items()}
+    whole, moves = piece, [dist.P2POp(dist.isend, piece, group=group, group_peer=owner)]
+    if stored.rank == owner:
+        whole, first = piece.new_empty(stored.box.numel), stored.box.offset
+        views = {rank: whole[low - first : high - first] for rank, (low, high) in stored.parts.items()}
         views.pop(owner).copy_(piece)
         moves = [dist.P2POp(dist.irecv, view, group=group, group_peer=rank) for rank, view in views.items()]
-    else:
-        whole, moves = piece, [dist.P2POp(dist.isend, piece, group=group, group_peer=owner)]
     for work in dist.batch_isend_irecv(moves):
         work.wait()
     return whole.to("cpu")
@@ -178,34 +146,23 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load(chunks: Sequence[nn.Module], folder: Path, optimizer: MegatronOptimizer | None = None) -> None:
-    """Read this rank's pipeline chunks, and its pieces of their optimizer state, saved in any layout.
-
-    Raises ValueError, naming what differs, if the checkpoint is of another model.
-    """
-    checkpoint, splits = MegatronFolder(folder), {} if optimizer is None else _splits(optimizer)
+    """Read this rank's part of a checkpoint, saved in any layout. Raises ValueError, naming what differs."""
+    checkpoint = MegatronFolder(folder)
     # older checkpoints of experts number the optimizers of dense and of expert parameters
     keys = {re.sub(r"^chained_\d+\.", "", key): key for key in checkpoint.tensors}
-    for chunk in chunks:
-        for param, tensor, shard, first in stored_entries(chunk):
-            if isinstance(shard, ShardedObject):
-                continue
-            box, shape = stored_slice(param, shard, first), tuple(shard.global_shape)
-            options = {"num_stacked": shard.prepend_axis_num, "is_padded": shard.allow_shape_mismatch}
-            checkpoint.expect(box.name, shape, **options)
-            checkpoint.copy(box, tensor)
-            split = splits.get(tensor)
-            part = split.overlaps(first, first + box.numel).get(split.rank) if split else None
-            if split is None or part is None:
-                continue
-            for name, piece in split.state().items():
-                key = f"optimizer.state.{name}.{box.name}"
-                stored = replace(box, name=keys.get(key, key))
-                checkpoint.expect(stored.name, shape, **options)
-                for cut in _cut(stored, part[0] - first, part[1] - first):
-                    checkpoint.copy(replace(cut, offset=cut.offset - split.bounds[split.rank]), piece)
-    for part in parts_of(optimizer) if optimizer else ():
-        if hasattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers"):
-            part.optimizer._sync_hdo_state_to_sub_optimizers()
+    for stored in _stored(chunks, optimizer):
+        box, shard = stored.box, stored.shard
+        expected = tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch
+        checkpoint.expect(box.name, *expected)
+        checkpoint.copy(box, stored.tensor)
+        for name, piece in stored.state().items() if stored.rank in stored.parts else ():
+            key = f"optimizer.state.{name}.{box.name}"
+            key, (low, high) = keys.get(key, key), stored.parts[stored.rank]
+            checkpoint.expect(key, *expected)
+            for cut in _cut(replace(box, name=key), low - box.offset, high - box.offset):
+                checkpoint.copy(replace(cut, offset=cut.offset - low), piece)
+    for part in parts_of(optimizer):
+        getattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
 
 
 def _cut(box: ShardSlice, first: int, last: int) -> Iterator[ShardSlice]:
@@ -215,16 +172,10 @@ def _cut(box: ShardSlice, first: int, last: int) -> Iterator[ShardSlice]:
     head = min(last, -(-first // row) * row)
     tail = max(head, last // row * row)
     for begin, end in ((first, head), (head, tail), (tail, last)):
-        count = -(-(end - begin) // row)
-        if not count:
+        if begin == end:
             continue
-        rows = replace(
-            box,
-            start=(*box.start[:axis], box.start[axis] + begin // row, *box.start[axis + 1 :]),
-            shape=(*box.shape[:axis], count, *box.shape[axis + 1 :]),
-            offset=box.offset + begin // row * row,
-        )
-        if (end - begin) % row:
-            yield from _cut(rows, begin % row, begin % row + end - begin)
-        else:
-            yield rows
+        start, shape = list(box.start), list(box.shape)
+        start[axis] += begin // row
+        shape[axis] = -(-(end - begin) // row)
+        rows = replace(box, start=tuple(start), shape=tuple(shape), offset=box.offset + begin // row * row)
+        yield from _cut(rows, begin % row, begin % row + end - begin) if (end - begin) % row else [rows]

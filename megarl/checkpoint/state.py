@@ -21,20 +21,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
+from megarl.checkpoint.torch_dist import stored_objects
 from megarl.checkpoint.writer import Writing, all_ranks
 from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
 from megarl.types import ObjectiveState
-
-MESSAGE_CHARS = 1_000
 
 
 class Trained(Protocol):
@@ -112,10 +109,9 @@ class Checkpoints:
             "schedule": self.trained.scheduler.state_dict(),
             "world": dist.get_world_size(),
         }
-        chunks, optimizer = self._chunks(), self.trained.optimizer
-        sharded = {"tensors": rank_state.host_copies(chunks, optimizer), **_sharded_random()}
-        scalars = {"optimizer": rank_state.parts_of(optimizer)[0].state_dict(), "run": common}
-        self._writing = now.step, Writing({**sharded, **scalars}, staging)
+        scalars = {"optimizer": rank_state.parts_of(self.trained.optimizer)[0].state_dict(), "run": common}
+        tensors = rank_state.host_copies(self._chunks(), self.trained.optimizer)
+        self._writing = now.step, Writing({**scalars, **self._objects(), **_sharded_random(), "t": tensors}, staging)
         if not self.asynchronous:
             self.finish()
 
@@ -152,11 +148,21 @@ class Checkpoints:
         saved: Any = dist_checkpointing.load_common_state_dict(str(source))
         common = saved["run"]
         same_world = common["world"] == dist.get_world_size()
-        self._load(source, saved["optimizer"])
-        objects = {number: _objects(chunk) for number, chunk in enumerate(self._chunks())}
-        loaded = _load_objects(objects | (_sharded_random() if same_world else {}), source)
+        error, part = "", saved["optimizer"].get(0, saved["optimizer"])  # older ones number dense and expert
+        rank_state.allocate(self.trained.optimizer, part["optimizer"]["param_groups"][0].get("step", 0))
+        try:
+            rank_state.load(self._chunks(), source, self.trained.optimizer)
+        except ValueError as difference:
+            error = str(difference)
+        if errors := [error for error in all_ranks(error) if error]:
+            raise ValueError(
+                f"{source} is not a checkpoint of this model: {errors[0]}; resume with the model it was saved from, or "
+                "start over with checkpoint.resume=never"
+            )
+        objects = self._objects() | (_sharded_random() if same_world else {})
+        loaded: Any = dist_checkpointing.load(objects, str(source))
         for number, chunk in enumerate(self._chunks()):
-            chunk.load_state_dict(loaded.get(number, {}), strict=False)
+            chunk.load_state_dict(loaded.get(f"objects{number}", {}), strict=False)
         self.trained.scheduler.load_state_dict(common["schedule"])
         self.prompts.restore(common["prompts"])
         if same_world:
@@ -190,40 +196,10 @@ class Checkpoints:
         return None
 
     def _chunks(self) -> list[Any]:
-        """One per virtual stage; layers have global keys, so that any layout can load them."""
         return [chunk.module for chunk in self.trained.model]
 
-    def _load(self, source: Path, saved: Mapping[Any, Any]) -> None:
-        """Raises ValueError on every rank, naming what differs, if the checkpoint is of another model."""
-        error, optimizer = "", self.trained.optimizer
-        rank_state.allocate(optimizer)
-        rank_state.set_steps(optimizer, saved)
-        try:
-            rank_state.load(self._chunks(), source, optimizer)
-        except ValueError as difference:
-            error = str(difference)
-        if errors := [error for error in all_ranks(error) if error]:
-            raise _another_model(source, errors[0])
-
-
-def _objects(chunk: Any) -> dict[str, ShardedObject]:
-    """Transformer Engine's FP8 state."""
-    return {name: entry for name, entry in chunk.sharded_state_dict().items() if isinstance(entry, ShardedObject)}
-
-
-def _load_objects(sharded: dict[Any, Any], source: Path) -> Any:
-    try:
-        return dist_checkpointing.load(sharded, str(source))
-    except (CheckpointException, CheckpointingException) as error:  # the first is a BaseException
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        raise _another_model(source, str(causes[0])) from error
-
-
-def _another_model(source: Path, difference: str) -> ValueError:
-    return ValueError(
-        f"{source} is not a checkpoint of this model: {' '.join(difference.split())[:MESSAGE_CHARS]}; resume with the "
-        "model it was saved from, or start over with checkpoint.resume=never"
-    )
+    def _objects(self) -> dict[str, Any]:
+        return {f"objects{number}": stored_objects(chunk) for number, chunk in enumerate(self._chunks())}
 
 
 def _from_rank_0(value: Any) -> Any:

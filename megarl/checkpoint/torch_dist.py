@@ -45,10 +45,10 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
 
 
-def stored_entries(model: nn.Module) -> Iterator[tuple[str, Tensor, ShardedTensor | ShardedObject, int]]:
-    """Each tensor that Megatron saves for `model`: (parameter or buffer, its data, tensor, offset in its elements).
+def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, ShardSlice]]:
+    """(parameter or buffer, a tensor that Megatron saves of it, where that lies in it) of this rank's part of `model`.
 
-    Gate and up of a fused linear are stored separately. Other state has an empty tensor's data.
+    Gate and up of a fused linear are stored separately.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     sharded = cast(Any, model).sharded_state_dict()
@@ -56,31 +56,30 @@ def stored_entries(model: nn.Module) -> Iterator[tuple[str, Tensor, ShardedTenso
     for name, entry in sharded.items():
         param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
         for shard in nested_values({name: entry}):
-            if isinstance(shard, ShardedObject):
-                yield param, torch.empty(0), shard, 0
-            else:
-                yield param, tensors[name], shard, shard.data.storage_offset() - tensors[name].storage_offset()
+            if isinstance(shard, ShardedTensor):
+                shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+                offset = int(cast(Tensor, shard.data).storage_offset() - tensors[name].storage_offset())
+                strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+                box = ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides)
+                yield tensors[name], shard, box
 
 
-def stored_slice(param: str, shard: ShardedTensor, offset: int) -> ShardSlice:
-    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides)
+def stored_objects(model: nn.Module) -> dict[str, ShardedObject]:
+    """Transformer Engine's FP8 state."""
+    sharded = cast(Any, model).sharded_state_dict()
+    return {name: entry for name, entry in sharded.items() if isinstance(entry, ShardedObject)}
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
     """The tensors that Megatron saves for `model`, a single-rank GPTModel, which may be on the meta device."""
     slices: dict[str, list[ShardSlice]] = defaultdict(list)
-    shapes, padded, objects = {}, set(), []
-    for param, _, shard, offset in stored_entries(model):
-        if isinstance(shard, ShardedObject):
-            objects.append(shard.unique_key)
-            continue
-        slices[param].append(stored_slice(param, shard, offset))
+    shapes, padded = {}, set()
+    for _, shard, box in stored_shards(model):
+        slices[box.param].append(box)
         shapes[shard.key] = tuple(shard.global_shape)
         if shard.allow_shape_mismatch:
             padded.add(shard.key)
-    return StoredTensors(slices, shapes, frozenset(padded), objects)
+    return StoredTensors(slices, shapes, frozenset(padded), [e.unique_key for e in stored_objects(model).values()])
 
 
 class MegatronFolder:
@@ -105,7 +104,7 @@ class MegatronFolder:
         self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
         self._chunks: dict[tuple[str, tuple[int, ...]], TensorStorageMetadata] = {}  # by key and layer, or expert
 
-    def expect(self, key: str, shape: tuple[int, ...], *, num_stacked: int, is_padded: bool) -> None:
+    def expect(self, key: str, shape: tuple[int, ...], num_stacked: int, is_padded: bool) -> None:
         """Raises ValueError unless the tensor is here; `copy` can read it then. Padding changes a vocabulary's rows."""
         metadata = self._folder / ".metadata"
         if key not in self.tensors:
@@ -126,7 +125,7 @@ class MegatronFolder:
         """Raises ValueError, naming tensor and file, unless these tensors are here, in files that are long enough."""
         num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
         for key, shape in stored.shapes.items():
-            self.expect(key, shape, num_stacked=num_stacked[key], is_padded=key in stored.padded)
+            self.expect(key, shape, num_stacked[key], key in stored.padded)
         for key in self.tensors:
             if key not in stored.shapes and "optimizer.state." not in key:
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")

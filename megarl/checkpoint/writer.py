@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -25,8 +25,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megarl.checkpoint import files
 from megarl.platform.disk import full_disk
 from megarl.types import CheckFailed
-
-T = TypeVar("T")
 
 
 class Writing:
@@ -106,7 +104,7 @@ class Writing:
         return result
 
 
-def all_ranks(value: T) -> list[T]:
+def all_ranks(value: Any) -> list[Any]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -91,8 +91,6 @@ def run_chain(folder: Path, model: Path, dtype: str, layouts: list[dict[str, int
                 for moments in part.optimizer.state.values():
                     for tensor in moments.values():
                         tensor.zero_()
-            saved = torch.load(folder / f"megatron_{number}" / "common.pt")["optimizer"]
-            rank_state.set_steps(trainer.optimizer, saved)
             rank_state.load([chunk.module for chunk in trainer.model], folder / f"megatron_{number}", trainer.optimizer)
             found[f"{number} from Megatron's files"] = differences(resumed, state_of(trainer))
         train_supervised(trainer, random_batch(num_rows=8, seed=number))

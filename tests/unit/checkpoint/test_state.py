@@ -25,6 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
+from benchmarks.checkpoint_memory import Live
 from megarl.checkpoint import files, state
 from megarl.checkpoint.rank_state import allocate
 from megarl.checkpoint.state import Checkpoints
@@ -138,6 +139,22 @@ def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> No
     assert draws() == expected
     again.step(2)
     assert all(torch.equal(again.weights()[name], value) for name, value in job.weights().items())
+
+
+def test_saving_and_loading_need_room_for_one_copy(tmp_path: Path) -> None:
+    """On one rank; tests/dist has more. In bf16: weights 2 bytes, fp32 weights and moments 12."""
+    wide = SMALL.model_copy(update={"hidden": 128})
+    job = Job(tmp_path, model=wide)
+    sizes = [parameter.numel() for parameter in job.trainer.parameters_by_name().values()]
+    job.step(1)
+    with Live() as saving:
+        job.checkpoints.maybe_save(1, job.state)
+        job.checkpoints.finish()
+    again = Job(tmp_path, model=wide)
+    with Live() as loading:
+        assert again.checkpoints.restore("auto")[0] == 1
+    assert 10 * sum(sizes) < saving.peak < 1.2 * 14 * sum(sizes) + 4 * max(sizes)
+    assert 7 * sum(sizes) < loading.peak < 1.2 * 14 * sum(sizes) + 4 * max(sizes)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -367,11 +384,11 @@ def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monke
 def test_the_state_of_a_hybrid_optimizer_is_allocated_by_its_dummy_step() -> None:
     """Megatron-Core has no `init_state_fn` for it; its own loading takes this step too."""
     steps: list[dict] = []
-    hybrid = SimpleNamespace(state={}, dummy_step=lambda: steps.append({}))
-    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    hybrid = SimpleNamespace(state={}, param_groups=[], dummy_step=lambda: steps.append({}))
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid), 1)  # type: ignore[arg-type]
     assert len(steps) == 1
     hybrid.state = {"p": {}}
-    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid))  # type: ignore[arg-type]
+    allocate(SimpleNamespace(init_state_fn=None, optimizer=hybrid), 1)  # type: ignore[arg-type]
     assert len(steps) == 1
 
 
