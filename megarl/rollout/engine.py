@@ -89,8 +89,7 @@ class Engine:
                 max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-                # vLLM's choice on a CPU is 128, and a prompt's last, incomplete block is computed for every sample
-                block_size=32 if on_cpu else None,
+                block_size=32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
                 enforce_eager=eager,
                 moe_backend=_moe_backend(),
                 # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"

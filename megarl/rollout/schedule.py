@@ -3,6 +3,9 @@
     prompts --requests--> generate --scored samples--> shape --> groups --keep--> Rollout
        ^------------------------- refill, for groups that are not kept -----'
 
+A refill asks for as many prompts as will fill the batch if the share of kept groups stays what it was in this step; the
+first `count` kept groups of the stream are trained on. Their number depends on samples alone, never on time or layout.
+
 `generate` samples and scores. Every rank runs this with the same inputs and returns the same groups.
 """
 

@@ -13,6 +13,7 @@ from start_ranks import run_ranks
 
 from megarl.config.load import load_config
 from megarl.config.schema import Create
+from megarl.data.tasks import random_tokens
 from megarl.launch.random_model import create_model
 from tests.hub import Repo, serve_hub
 
@@ -131,6 +132,26 @@ def test_gpt_oss_trains(tmp_path: Path) -> None:
     for row in rows(tmp_path / "oss"):
         assert row["weights/verified"] and row["logprob_diff/max"] < 1e-4
         assert row["grad_norm"] > 1e-3 and row["reward/std"] > 0.05
+
+
+@pytest.mark.long
+def test_a_prompt_is_computed_once_for_all_its_samples(tmp_path: Path) -> None:
+    """As vLLM counts its tokens, but for its last, incomplete block of 32, in every layout."""
+    overrides = ["train.steps=1", "task.options={vocab: 67, least: 65, most: 100}", "rollout.max_prompt_tokens=100"]
+    for processes in (1, 2):
+        done = train(tmp_path, "tiny_dense", f"run.name={processes}", f"launch.processes={processes}", *overrides)
+        assert done.returncode == 0, done.stderr
+    one, two = rows(tmp_path / "1")[0], rows(tmp_path / "2")[0]
+    assert one["rollout/digest"] == two["rollout/digest"] and one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    config = load_config(ROOT / "configs" / "tiny_dense.yaml", overrides)
+    task = {row["prompt"] for row in random_tokens(split="train", **config.task.options)}
+    (file,) = (tmp_path / "1" / "rollouts").iterdir()
+    prompts = {json.loads(line)["prompt"] for line in file.read_text().splitlines()}
+    assert len(prompts) == 8 and prompts <= task
+    lengths = [len(prompt.split()) for prompt in prompts]
+    expected = sum(length + 7 * (length - 32 * ((length - 1) // 32)) for length in lengths)
+    assert one["rollout/prompt_tokens_computed"] == two["rollout/prompt_tokens_computed"] == expected
+    assert expected < 8 * sum(lengths) / 4
 
 
 @pytest.mark.long

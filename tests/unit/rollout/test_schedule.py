@@ -120,9 +120,8 @@ def test_the_first_groups_that_are_kept_are_trained_on_however_refills_are_sized
     roll = rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread, max_refills=30)
     prompts = Counting()
     rollout = roll.collect(prompts, 12, version=0)
-    assert [group.prompt.prompt_id for group in rollout.groups] == [i for i, has in enumerate(has_spread_of) if has][
-        :12
-    ]
+    wanted = [prompt for prompt, has in enumerate(has_spread_of) if has]
+    assert [group.prompt.prompt_id for group in rollout.groups] == wanted[:12]
     assert rollout.counts["rollout/refills"] <= 5
     assert rollout.counts["groups/surplus"] == sum(has_spread_of[: prompts.position]) - 12
 
