@@ -28,10 +28,9 @@ LIBRARIES: dict[str, tuple[str, str, str, str, dict[str, str]]] = {
         "optimization_level performance_mode disable_cascade_attn disable_custom_all_reduce kv_cache_memory_bytes "
         "num_gpu_blocks_override enable_flashinfer_autotune attention_* disable_log_stats numa_bind* watermark",
         {
-            "*tokenizer*": "that the engine sees token ids only",
             "*parallel* data_* *nnodes node_rank master_* *expert* *eplb* worker_* distrib*": "the plan of the sync",
             "max_model_len gpu_memory_utilization enforce_eager trust_remote_code *sleep*": "the config's own key",
-            "*dtype* quantization* hf_overrides model_impl": "that the engine computes the trainer's log-probs",
+            "*dtype* quantization* hf_* model_impl *tokenizer*": "that the engine computes the trainer's log-probs",
             "load_format *model* *offload* *revision *lora* weight_* moe_* linear_*": "that every sync is verified",
             "*logprobs* logits_processors": "that log-probs are those of the distribution that was sampled",
             "*": "that every layout samples the same tokens",  # seed, speculative_config, generation_config ...

@@ -93,8 +93,8 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
-            options = {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
-            llm = LLM(str(folder), **(settings | options))
+            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
+            llm = LLM(str(folder), **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)

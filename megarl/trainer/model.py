@@ -59,15 +59,13 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
     With expert parallelism 1, megatron-core 0.16.1 reduces expert gradients over the same ranks as dense gradients. If
     expert_tensor != tensor, the replicas of an expert are on other ranks, and the copies would drift apart.
 
-    Transformer Engine keeps gpt-oss's attention sinks in fp32, which Megatron's Float16Module would cast. Its linear
-    layers add to the fp32 gradient themselves; Megatron's setting for that would also demand Apex, for the output layer
-    that is never called.
+    Transformer Engine keeps gpt-oss's attention sinks in fp32, which Megatron's Float16Module would cast.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(model.config.params_dtype)
-    chunk: torch.nn.Module = model
-    for module in chunk.modules():
+    for module in torch.nn.Module.modules(model):
         if hasattr(module, "fuse_wgrad_accumulation"):
+            # Megatron's gradient_accumulation_fusion, without Apex, which only the unused output layer would need
             module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
     if last:
         model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]

@@ -49,11 +49,7 @@ class LrSchedule:
 
 
 def wrap(model: Sequence[GPTModel], **options: Any) -> list[DistributedDataParallel]:
-    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded.
-
-    `options` are of DistributedDataParallelConfig. With `overlap_grad_reduce`, a bucket is reduced as soon as the last
-    micro-batch has added to all of its gradients.
-    """
+    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

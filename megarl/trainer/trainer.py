@@ -145,7 +145,8 @@ class Trainer:
             self._write(outputs, rows, read)
             return outputs.new_zeros(())
 
-        self._run(batch, self.microbatches(batch), write, train=False)
+        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False)
+        self._run(self.microbatches(batch), write, options, train=False)
         return self._gathered(outputs)
 
     def step(
@@ -187,7 +188,7 @@ class Trainer:
             self._write(outputs, rows, read)
             return sums(rows, read)
 
-        self._run(batch, microbatches, on_outputs, train=True, entropy=entropy)
+        self._run(microbatches, on_outputs, HeadOptions(self.groups.tensor, batch.temperature, entropy), train=True)
         if before_step is not None:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
@@ -223,19 +224,9 @@ class Trainer:
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return [extended(microbatch, int(longest)) for microbatch in microbatches]
 
-    def _run(
-        self,
-        batch: TokenBatch,
-        microbatches: list[Microbatch],
-        on_outputs: OnOutputs,
-        *,
-        train: bool,
-        entropy: bool = False,
-    ) -> None:
-        options = HeadOptions(self.groups.tensor, batch.temperature, entropy)
-        forward_backward(
-            self.model, microbatches, self.head, options, on_outputs, context=self.groups.context, train=train
-        )
+    def _run(self, microbatches: list[Microbatch], on_outputs: OnOutputs, options: HeadOptions, *, train: bool) -> None:
+        context = self.groups.context
+        forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
 
     def _no_outputs(self, batch: TokenBatch) -> Tensor:
         return torch.zeros(len(self.head.fields(entropy=False)), batch.num_tokens, device=self.device)

@@ -43,7 +43,7 @@ def test_what_changes_only_the_speed_passes(key, options):
         (ENGINE, "kv_cache_dtype", "fp8", "the engine computes the trainer's log-probs"),
         (ENGINE, "load_format", "auto", "every sync is verified"),
         (ENGINE, "tensor_parallel_size", 2, "the plan of the sync"),
-        (ENGINE, "skip_tokenizer_init", False, "token ids only"),
+        (ENGINE, "skip_tokenizer_init", False, "the engine computes the trainer's log-probs"),
         (ENGINE, "enforce_eager", True, "the config's own key"),
         (MEGATRON, "tensor_model_parallel_size", 2, "the config's own key"),
         (MEGATRON, "recompute_granularity", "full", "the config's own key"),

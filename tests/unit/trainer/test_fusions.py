@@ -6,8 +6,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tiny_trainer import build, make_batch
 
 from megarl.algorithms.objective import supervised_loss
@@ -54,6 +52,9 @@ def test_fusions_by_model_and_kernels(family, change, kernels, expected):
 
 def test_fields_are_those_of_megatron():
     """Read from the source, they are what importing the library gives."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
     classes = (MLATransformerConfig, DistributedDataParallelConfig)
     known = set(library_options._fields(*library_options.LIBRARIES["trainer.megatron_options"][:2]))
     assert {x.name for kind in classes for x in fields(kind)} == known
