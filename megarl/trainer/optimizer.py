@@ -67,7 +67,8 @@ def wrap(model: Sequence[GPTModel], **options: Any) -> list[DistributedDataParal
     )
     if options.get("overlap_grad_reduce"):
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
-            parameter.must_have_grad = True  # logprobs.py adds to main_grad, but Megatron waits for this one
+            # logprobs.py adds to main_grad, but Megatron waits for this one
+            parameter.must_have_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         config.no_sync_func = [x.no_sync for x in chunks] if len(chunks) > 1 else chunks[0].no_sync
     return chunks
 

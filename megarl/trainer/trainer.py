@@ -249,7 +249,7 @@ class Trainer:
 
 
 def _build_model(
-    shape: ModelShape, layout: Layout, train: Train, moe: Moe, options: Mapping[str, Any], *, use_te: bool
+    shape: ModelShape, layout: Layout, train: Train, moe: Moe, options: dict[str, Any], *, use_te: bool
 ) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""
     how: dict[str, Any] = {"dtype": DTYPES[train.dtype], "dispatcher": moe.dispatcher, "use_te": use_te}

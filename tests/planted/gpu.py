@@ -54,7 +54,6 @@ GPU = [
     ),
     ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
     ("trainer/microbatch.py", "return sum(microbatch.padded)", "return int(microbatch.packed.cu_seqlens_q[-1])", SYNCS),
-    ("types.py", "to_device(x_T[self.index], ", "torch.Tensor.to(x_T[self.index], ", SYNCS),
     ("trainer/trainer.py", "to_device(rows.index, self.device)", "rows.index.to(self.device)", SYNCS),
     (
         "algorithms/corrections.py",
