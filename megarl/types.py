@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarl.platform.device import to_device
+
 Finish = Literal["stop", "length", "abort"]
 FINISH: tuple[Finish, ...] = ("stop", "length", "abort")  # TrainBatch.finish indexes this
 
@@ -160,14 +162,10 @@ class MicrobatchRows:
     index: Tensor  # [M] int64, on the CPU: where each position lies in the batch's [T]
     cu_seqlens: Tensor  # [R + 1] int64
     mask: Tensor  # [M] bool
-    stage: Callable[[Tensor], Tensor] | None = None  # [T] -> [K] on the device: the rows of all micro-batches
-    start: int = 0  # of these rows in the K positions
 
     def select(self, x_T: Tensor) -> Tensor:
         """[M], on the device: these rows of a [T] tensor of the batch."""
-        if self.stage is None:
-            return x_T[self.index]
-        return self.stage(x_T)[self.start : self.start + self.index.numel()]
+        return to_device(x_T[self.index], self.mask.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,7 @@ class Rollout(Section):
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
+    engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
 
 
 class Train(Section):
@@ -221,10 +222,18 @@ class Train(Section):
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
     logprob_chunk: PositiveInt = 1024  # tokens per chunk of the log-prob computation
+    entropy_every: NonNegativeInt = (
+        1  # steps from one measurement of `entropy` to the next, if no loss needs it; 0: never
+    )
     recompute: Literal["none", "selective", "full"] = "none"  # of activations, in the backward pass
     recompute_modules: tuple[str, ...] = ("core_attn",)  # for selective: Megatron-Core's names (mlp, moe, layernorm...)
     offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # to the host while the engine samples
     optimizer_cpu_offload: bool = False  # run Adam on the CPU (Megatron-Core's hybrid optimizer)
+
+
+class Trainer(Section):
+    # for Megatron-Core's TransformerConfig and DistributedDataParallelConfig (megarl.config.library_options)
+    megatron_options: Options = {}
 
 
 class Precision(Section):
@@ -320,6 +329,7 @@ class Config(Section):
     parallel: ParallelSizes = ParallelSizes()
     rollout: Rollout = Rollout()
     train: Train = Train()
+    trainer: Trainer = Trainer()
     precision: Precision = Precision()
     sft: Sft = Sft()
     sync: Sync = Sync()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import names
+from megarl.config.library_options import check_library_options
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Config, Task
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
@@ -68,6 +69,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
     _check_lengths(config, shape)
     _check_train(config, gpus)
+    unsafe = tuple(check_library_options(config))
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Job(
@@ -78,7 +80,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         model=shape,
         rows=rows,
         longest_row=longest,
-        warnings=tuple(_warnings(config, shape, layout, rows, longest)),
+        warnings=(*_warnings(config, shape, layout, rows, longest), *unsafe),
     )
 
 

@@ -31,7 +31,7 @@ from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
-from megarl.platform.env import Env, is_interactive
+from megarl.platform.env import Env, is_interactive, set_env
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
@@ -75,6 +75,8 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
+    if device.is_cuda:
+        set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
     if env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -95,6 +97,7 @@ def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
         folder=rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
+        megatron_options=config.trainer.megatron_options,
     )
 
 

@@ -78,26 +78,27 @@ class Engine:
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
         with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            llm = LLM(
-                str(folder),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                trust_remote_code=trust_remote_code,
-                dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-                tensor_parallel_size=rollout.tensor,
-                distributed_executor_backend="external_launcher",
-                max_model_len=rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
-                gpu_memory_utilization=rollout.gpu_memory_utilization,
-                kv_cache_memory_bytes=int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-                block_size=32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
-                enforce_eager=eager,
-                moe_backend=_moe_backend(),
+            settings: dict[str, Any] = {
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "trust_remote_code": trust_remote_code,
+                "dtype": str(dtype).removeprefix("torch."),
+                "tensor_parallel_size": rollout.tensor,
+                "distributed_executor_backend": "external_launcher",
+                "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
+                "gpu_memory_utilization": rollout.gpu_memory_utilization,
+                "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+                "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
+                "enforce_eager": eager,
+                "moe_backend": _moe_backend(),
                 # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
-                enable_chunked_prefill=False if on_cpu else None,
-                enable_sleep_mode=bool(rollout.sleep_level) and not on_cpu,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # sample as requested, not as the model's generation_config.json suggests
-            )
+                "enable_chunked_prefill": False if on_cpu else None,
+                "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
+            }
+            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
+            llm = LLM(str(folder), **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)

@@ -132,7 +132,6 @@ def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> I
         "moe_permute_fusion": False,
         "moe_shared_expert_overlap": False,
         "apply_rope_fusion": False,
-        "deallocate_pipeline_outputs": False,
         "fp8": None,
     }.items()
 

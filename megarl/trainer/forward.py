@@ -8,7 +8,6 @@ Outputs are gathered over the context ranks, so a loss sees whole rows on each o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -95,15 +94,12 @@ class LossSums:
     `totals` starts from the sums of an empty micro-batch, so that every rank of every stage has the same keys.
     """
 
-    def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], rows: MicrobatchRows) -> None:
-        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head; `rows`:
-        any of the micro-batches."""
+    def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
+        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head."""
         self.loss, self.weights_T = loss, weights_T
         self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
-        none = replace(rows, rows=(), index=rows.index[:0], cu_seqlens=rows.cu_seqlens[:1], mask=rows.mask[:0])
-        nothing = torch.zeros(0, device=rows.mask.device)
-        # this also copies all that the loss reads to the device, before the first micro-batch
-        self(none, TokenOutputs(**dict.fromkeys(fields, nothing)))
+        start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
         losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)

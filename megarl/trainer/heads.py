@@ -23,7 +23,7 @@ class HeadOptions:
 
     tensor_group: ProcessGroup
     temperature: float
-    entropy: bool  # True in an update, False in a forward pass
+    entropy: bool
 
 
 class Head(Protocol):

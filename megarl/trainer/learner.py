@@ -88,7 +88,8 @@ class PolicyLearner:
             assert logprobs_T is not None
             select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
         loss = self.objective.loss(batch, select_T)
-        report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step)
+        needs_entropy = self.objective.algorithm.entropy_coef != 0
+        report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy)
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
 
     def _logprobs(self, batch: TrainBatch) -> Tensor:

@@ -97,6 +97,7 @@ class _VocabLogprobs(torch.autograd.Function):
         entropy_T = logsum_T - sums_3T[1] / sums_3T[0]
         ctx.save_for_backward(hidden_TH, weight_VH, labels_T, max_T, sums_3T[0], entropy_T)
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
+        ctx.must_have_grad = getattr(weight_VH, "must_have_grad", False)
         ctx.reading = shard, temperature, chunk
         return sums_3T[2] - max_T - logsum_T, entropy_T
 
@@ -134,7 +135,8 @@ class _VocabLogprobs(torch.autograd.Function):
             _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
         grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
         if ctx.main_grad is not None:
-            return grad_hidden_TH, None, None, None, None, None, None
+            nothing = torch.zeros_like(weight_VH) if ctx.must_have_grad else None
+            return grad_hidden_TH, nothing, None, None, None, None, None
         return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 

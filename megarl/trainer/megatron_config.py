@@ -5,6 +5,7 @@ Gradients are summed; Megatron does not average them.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,6 +21,12 @@ from megarl.models.shape import ModelShape
 from megarl.trainer.rope import yarn_factor
 
 Dispatcher = Literal["alltoall", "allgather"]
+KERNELS = {  # setting -> what it needs of megatron.core.extensions.transformer_engine
+    "apply_rope_fusion": "fused_apply_rotary_pos_emb_thd",
+    "moe_permute_fusion": "fused_permute_with_probs",
+    "moe_router_fusion": "fused_topk_with_score_function",
+    "moe_shared_expert_overlap": "TELinear",
+}
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 
@@ -50,6 +57,28 @@ def transformer_config(
     }
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     return (MLATransformerConfig if shape.latent else TransformerConfig)(**settings)
+
+
+def te_kernels() -> frozenset[str]:
+    """Returns the settings of KERNELS that megatron-core and this Transformer Engine can fuse or overlap."""
+    te = vars(importlib.import_module("megatron.core.extensions.transformer_engine"))
+    return frozenset(name for name, kernel in KERNELS.items() if te.get(kernel) is not None)
+
+
+def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
+    """Returns the settings for fused kernels and overlap that a model with this TransformerConfig can use.
+
+    Fused rotary embeddings are experimental for latent attention; 0.16.1's ignore interleaving and scaled cosines.
+    """
+    is_moe, is_rope = bool(config.num_moe_experts), getattr(config, "position_embedding_type", "rope") == "rope"
+    overlaps = config.moe_shared_expert_intermediate_size and "shared_experts" not in (config.recompute_modules or ())
+    suits = {
+        "apply_rope_fusion": is_rope and not config.multi_latent_attention and not config.rotary_interleaved,
+        "moe_permute_fusion": is_moe,
+        "moe_router_fusion": is_moe,
+        "moe_shared_expert_overlap": is_moe and overlaps and config.moe_token_dispatcher_type == "alltoall",
+    }
+    return {name: name in kernels and bool(is_suitable) for name, is_suitable in suits.items()}
 
 
 def run_settings(
@@ -88,6 +117,7 @@ def run_settings(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        "deallocate_pipeline_outputs": layout.pp.size > 1,
     }
 
 

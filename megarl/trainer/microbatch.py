@@ -38,32 +38,12 @@ class Microbatch:
     labels: Tensor  # [S] int64
 
 
-class Staging:
-    """Copies [T] tensors of a batch to the device, each once, however many micro-batches read it: this rank's rows."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._index: list[Tensor] = []
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the [T] tensor, which is kept alive
-
-    def add(self, index: Tensor) -> int:
-        """Adds the rows of a micro-batch, [M] positions of [T]; returns where they start in what it copies."""
-        start = sum(map(len, self._index))
-        self._index.append(index)
-        return start
-
-    def __call__(self, x_T: Tensor) -> Tensor:
-        if id(x_T) not in self._copies:
-            self._copies[id(x_T)] = x_T, to_device(x_T[torch.cat(self._index)], self.device)
-        return self._copies[id(x_T)][1]
-
-
 def pack(
-    batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, staging: Staging
+    batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, device: torch.device
 ) -> Microbatch:
     """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
-    lengths, device = [end - start for start, end in spans], staging.device
+    lengths = [end - start for start, end in spans]
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
@@ -86,14 +66,7 @@ def pack(
         source=source,
         lengths=tuple(lengths),
         padded=tuple(padded),
-        rows=MicrobatchRows(
-            tuple(rows),
-            index,
-            to_device(cu_seqlens, device),
-            to_device(batch.mask[index], device),
-            staging,
-            staging.add(index),
-        ),
+        rows=MicrobatchRows(tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)),
         read=to_device(read, device),
         read_rows=to_device(read_rows, device),
         labels=to_device(batch.labels[index][read_rows], device),

@@ -63,6 +63,10 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(model.config.params_dtype)
+    for module in torch.nn.Module.modules(model):
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            # Megatron's gradient_accumulation_fusion, without Apex, which only the unused output layer would need
+            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
     if last:
         model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]
     if layout.ep.size == 1 and layout.etp.size != layout.tp.size:

@@ -48,23 +48,29 @@ class LrSchedule:
         self.step = int(state["step"])
 
 
-def wrap(model: GPTModel) -> DistributedDataParallel:
-    """Move parameters and fp32 gradients into flat buffers. Call it on each chunk after the weights are loaded."""
-    ddp = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=True,
-            check_for_nan_in_grad=False,  # a non-finite gradient skips the step rather than ending the run
-        ),
-        module=model,
+def wrap(model: Sequence[GPTModel], **options: Any) -> list[DistributedDataParallel]:
+    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=False,  # a non-finite gradient skips the step rather than ending the run
+        **options,
     )
+    chunks = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model)
+    ]
+    config: Any = model[0].config  # of all chunks
     # skips Megatron's division by a token count
-    model.config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
+    config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
     )
-    return ddp
+    if options.get("overlap_grad_reduce"):
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            # logprobs.py adds to main_grad, but Megatron waits for this one
+            parameter.must_have_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+        config.no_sync_func = [x.no_sync for x in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    return chunks
 
 
 _CPU_OFFLOAD: dict[str, Any] = {

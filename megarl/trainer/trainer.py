@@ -10,15 +10,17 @@ Every rank must call every method, in the same order, and gets the same result.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.checkpoint import rank_state
@@ -29,13 +31,13 @@ from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
-from megarl.platform.device import DTYPES
+from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.load import load_hf
-from megarl.trainer.megatron_config import transformer_config
-from megarl.trainer.microbatch import Microbatch, Staging, extended, length_of, pack
+from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
+from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
 from megarl.trainer.model import build_model, local_tensors
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
@@ -74,14 +76,17 @@ class Trainer:
         moe: Moe | None = None,
         head: Head | None = None,  # None: log-probs over the vocabulary
         seed: int = 0,
+        megatron_options: Mapping[str, Any] | None = None,  # of TransformerConfig and DistributedDataParallelConfig
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
 
         torch.distributed must be initialised. Call it on every rank.
         """
         moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
+        options = {name: value for name, value in (megatron_options or {}).items() if name != "unsafe"}
+        reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
         groups = init_parallel(layout, seed=seed)
-        model, traced = _build_model(shape, layout, train, moe, use_te=device.type == "cuda")
+        model, traced = _build_model(shape, layout, train, moe, options, use_te=device.type == "cuda")
         if is_checkpoint(Path(folder)):  # written by `megarl convert --to megatron`
             rank_state.load(model, Path(folder))
         else:
@@ -89,7 +94,8 @@ class Trainer:
             load_hf(local_tensors(model), slices, folder)
         if layout.pp.last:
             head.attach(model[-1])
-        chunks = [wrap(chunk) for chunk in model]
+        overlaps = device.type == "cuda" and layout.dp.size * layout.cp.size > 1
+        chunks = wrap(model, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
@@ -134,8 +140,14 @@ class Trainer:
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read."""
-        outputs, write = self._outputs(batch)
-        self._run(batch, self.microbatches(batch), write, train=False)
+        outputs = self._no_outputs(batch)
+
+        def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
+            self._write(outputs, rows, read)
+            return outputs.new_zeros(())
+
+        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False)
+        self._run(self.microbatches(batch), write, options, train=False)
         return self._gathered(outputs)
 
     def step(
@@ -146,6 +158,7 @@ class Trainer:
         weights_T: Tensor,
         *,
         before_step: Callable[[TokenOutputs], None] | None = None,
+        needs_entropy: bool = False,
     ) -> UpdateReport:
         """Takes one optimizer step on the rows of `plan`, which must have one update.
 
@@ -154,27 +167,29 @@ class Trainer:
         no token is trained, because Adam's momentum alone would change the weights.
 
         `before_step` is called after the backward pass with the outputs of the forward pass, as `forward` returns them.
-        If it raises, nothing has changed.
+        If it raises, nothing has changed. The loss gets entropy if it needs it, and every `train.entropy_every` steps.
         """
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
+        every = self.train.entropy_every
+        entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
         lr = self.scheduler.lr
-        outputs, write = self._outputs(batch)
+        outputs = self._no_outputs(batch)
         if not num_tokens:
             if before_step is not None:
                 before_step(self._gathered(outputs))
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
+        sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
         microbatches = self._pack(batch, ranks[self.layout.dp.rank])
-        sums = LossSums(loss, weights_T, self.head.fields(entropy=True), microbatches[0].rows)
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
 
         def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            write(rows, read)
+            self._write(outputs, rows, read)
             return sums(rows, read)
 
-        self._run(batch, microbatches, on_outputs, train=True)
+        self._run(microbatches, on_outputs, HeadOptions(self.groups.tensor, batch.temperature, entropy), train=True)
         if before_step is not None:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
@@ -201,32 +216,27 @@ class Trainer:
     def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...]) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
-        staging = Staging(self.device)
-        microbatches = [pack(batch, part, is_read_T, tensor=tensor, context=context, staging=staging) for part in rows]
+        microbatches = [
+            pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device) for part in rows
+        ]
         if self.model[0].config.variable_seq_lengths:
             return microbatches
         longest = torch.tensor(max(map(length_of, microbatches)), device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return [extended(microbatch, int(longest)) for microbatch in microbatches]
 
-    def _run(self, batch: TokenBatch, microbatches: list[Microbatch], on_outputs: OnOutputs, *, train: bool) -> None:
-        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=train)
-        forward_backward(
-            self.model, microbatches, self.head, options, on_outputs, context=self.groups.context, train=train
-        )
+    def _run(self, microbatches: list[Microbatch], on_outputs: OnOutputs, options: HeadOptions, *, train: bool) -> None:
+        context = self.groups.context
+        forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
 
-    def _outputs(self, batch: TokenBatch) -> tuple[Tensor, OnOutputs]:
-        """Returns outputs [fields, T] of zeros, and a function that writes what the head read of a micro-batch there."""
-        fields, positions_T = self.head.fields(entropy=False), torch.arange(batch.num_tokens)
-        outputs = torch.zeros(len(fields), batch.num_tokens, device=self.device)
+    def _no_outputs(self, batch: TokenBatch) -> Tensor:
+        return torch.zeros(len(self.head.fields(entropy=False)), batch.num_tokens, device=self.device)
 
-        def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            if self._owns_outputs:
-                read_FM = torch.stack([getattr(read, name) for name in fields])
-                outputs[:, rows.select(positions_T)] = read_FM.detach()
-            return outputs.new_zeros(())
-
-        return outputs, write
+    def _write(self, outputs: Tensor, rows: MicrobatchRows, read: TokenOutputs) -> None:
+        """Writes what the head read of a micro-batch into `outputs` [fields, T]."""
+        if self._owns_outputs:
+            read_FM = torch.stack([getattr(read, name) for name in self.head.fields(entropy=False)])
+            outputs[:, to_device(rows.index, self.device)] = read_FM.detach()
 
     def _gathered(self, outputs: Tensor) -> TokenOutputs:
         """Sums over the ranks: each has written its rows into zeros. Returns [T] fp32 on the CPU."""
@@ -240,16 +250,16 @@ class Trainer:
 
 
 def _build_model(
-    shape: ModelShape, layout: Layout, train: Train, moe: Moe, *, use_te: bool
+    shape: ModelShape, layout: Layout, train: Train, moe: Moe, options: dict[str, Any], *, use_te: bool
 ) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""
-    dtype, dispatcher = DTYPES[train.dtype], moe.dispatcher
-    if shape.bridge is None:
-        config = transformer_config(shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te)
-        recompute(config, train.recompute, train.recompute_modules)
+    how: dict[str, Any] = {"dtype": DTYPES[train.dtype], "dispatcher": moe.dispatcher, "use_te": use_te}
+    bridged = None if shape.bridge is None else Bridged.of(shape, layout, **how)
+    config = transformer_config(shape, layout, **how) if bridged is None else bridged.provider
+    recompute(config, train.recompute, train.recompute_modules)
+    vars(config).update(fusions(config, te_kernels() if use_te else frozenset()) | options)
+    if bridged is None:
         return build_model(shape, layout, config, use_te=use_te), None
-    bridged = Bridged.of(shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te)
-    recompute(bridged.provider, train.recompute, train.recompute_modules)
     chunks = bridged.build()
     return chunks, bridged.slices_by_rank(chunks)
 

@@ -102,7 +102,10 @@ def test_settings_of_every_family_are_fields(family, monkeypatch):
     )
     for entry in RECORDED:
         if entry["package"] == "megatron-core":
-            from_text(entry["signatures"][f"{CONFIG}.{name}"]).bind(**settings)
+            fused = dict.fromkeys(megatron_config.KERNELS, True)
+            from_text(entry["signatures"][f"{CONFIG}.{name}"]).bind(**(settings | fused))
+            ddp = "megatron.core.distributed.DistributedDataParallelConfig"
+            from_text(entry["signatures"][ddp]).bind(overlap_grad_reduce=True, bucket_size=1)
 
 
 def test_recorded_versions_are_those_that_are_pinned():

@@ -69,7 +69,7 @@ class HostSyncs(TorchDispatchMode):
         lands = any(is_there) if target is None else torch.device(target) == DEVICE
         if func is aten._local_scalar_dense.default and any(is_there):
             self.count("read")
-        elif func in DYNAMIC and any(is_there) or (func in INDEXING and is_there[0] and self._syncs(tensors[1:])):
+        elif (func in DYNAMIC and any(is_there)) or (func in INDEXING and is_there[0] and self._syncs(tensors[1:])):
             self.count(f"shape ({func.__name__})")
         elif func is aten._to_copy.default and target is not None and lands != any(is_there):
             self._copy(given.get("non_blocking", False))
@@ -148,11 +148,8 @@ def measure(folder: Path, *, num_rows: int, experts: int = 0, **algorithm: Any) 
     try:
         with host_syncs() as mode:
             for chunk in policy.trainer.model:
-                for tensor in (
-                    *chunk.parameters(),
-                    *chunk.module.buffers(),
-                    *(x.main_grad for x in chunk.parameters()),
-                ):
+                parameters = list(chunk.parameters())
+                for tensor in (*parameters, *chunk.module.buffers(), *(x.main_grad for x in parameters)):
                     mode.tag(tensor)
             policy.trainer.forward(scored)
             policy.update(scored)

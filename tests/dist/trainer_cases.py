@@ -236,6 +236,7 @@ class Policy:
             folder=folder,
             device=device,
             seed=config.run.seed,
+            megatron_options=config.trainer.megatron_options,
         )
         objective = Objective(config.algorithm, config.rollout.max_tokens)
         return cls(config, folder, PolicyLearner.of(trainer, objective, seed=config.run.seed))

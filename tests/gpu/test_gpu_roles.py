@@ -17,7 +17,7 @@ from megarl.config.schema import Config, Rollout, Train
 from megarl.layout import Axis, Layout
 from megarl.models.registry import read_model
 from megarl.platform.env import Env
-from megarl.trainer.microbatch import Staging, pack
+from megarl.trainer.microbatch import pack
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed
 
@@ -124,8 +124,7 @@ def test_fp8_takes_rows_padded_to_its_multiple(multiple: int, context: int) -> N
     batch = random_batch(num_rows=5)
     rows = range(5)
     micros = [
-        pack(batch, rows, batch.mask, tensor=multiple, context=Axis(context, r), staging=Staging(DEVICE))
-        for r in range(context)
+        pack(batch, rows, batch.mask, tensor=multiple, context=Axis(context, r), device=DEVICE) for r in range(context)
     ]
     total = sum(micro.tokens.numel() for micro in micros)
     assert total % (multiple * (2 * context if context > 1 else 1)) == 0

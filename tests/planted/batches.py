@@ -437,8 +437,8 @@ BATCHES = [
     ),
     (
         "rollout/engine.py",
-        "enable_chunked_prefill=False if on_cpu else None",
-        "enable_chunked_prefill=None",
+        '"enable_chunked_prefill": False if on_cpu else None',
+        '"enable_chunked_prefill": None',
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 SIGNATURES = "contract/test_signatures.py::test_every_call_fits"
 DEVICES = "dist/test_devices.py"
+SYNCS = "unit/trainer/test_host_syncs.py::test_no_microbatch_waits_for_the_device"
+FUSIONS, LIBRARY = "unit/trainer/test_fusions.py", "unit/config/test_library_options.py"
 
 GPU = [
     ("trainer/optimizer.py", "use_gloo_process_groups=False", "use_gloo_groups=False", SIGNATURES),
@@ -39,4 +41,48 @@ GPU = [
         DEVICES,
     ),
     ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
+    ("trainer/microbatch.py", "return sum(microbatch.padded)", "return int(microbatch.packed.cu_seqlens_q[-1])", SYNCS),
+    ("trainer/trainer.py", "to_device(rows.index, self.device)", "rows.index.to(self.device)", SYNCS),
+    (
+        "algorithms/corrections.py",
+        "gap = _Gap(mask_T, cu_seqlens,",
+        "Rows.of(mask_T, cu_seqlens)\n    gap = _Gap(mask_T, cu_seqlens,",
+        SYNCS,
+    ),
+    (
+        "trainer/megatron_config.py",
+        "and not config.multi_latent_attention and",
+        "and",
+        f"{FUSIONS}::test_fusions_by_model_and_kernels",
+    ),
+    (
+        "trainer/megatron_config.py",
+        "name in kernels and bool(is_suitable)",
+        "bool(is_suitable)",
+        f"{FUSIONS}::test_fusions_by_model_and_kernels",
+    ),
+    (
+        "trainer/logprobs.py",
+        "torch.zeros_like(weight_VH) if ctx.must_have_grad else None",
+        "None",
+        f"{FUSIONS}::test_options_reach_megatron_and_entropy_is_measured_every_n_steps",
+    ),
+    (
+        "trainer/trainer.py",
+        "every > 0 and self.scheduler.step % every == 0",
+        "every > 0",
+        f"{FUSIONS}::test_options_reach_megatron_and_entropy_is_measured_every_n_steps",
+    ),
+    (
+        "config/library_options.py",
+        "if not is_unsafe:",
+        "if False:",
+        f"{LIBRARY}::test_what_would_break_a_guarantee_names_it",
+    ),
+    (
+        "config/library_options.py",
+        "if known and name not in known:",
+        "if False:",
+        f"{LIBRARY}::test_a_misspelt_option_is_an_error_even_if_unsafe",
+    ),
 ]

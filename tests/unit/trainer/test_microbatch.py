@@ -10,7 +10,7 @@ import torch
 
 from megarl.layout import Axis
 from megarl.models.registry import padded_vocab
-from megarl.trainer.microbatch import Staging, pack
+from megarl.trainer.microbatch import pack
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("rows", [(), (2,), (3, 0, 2)])
 def test_rows_then_one_dummy_row(rows: tuple[int, ...], multiple: int) -> None:
     batch = random_batch(num_rows=4)
-    micro = pack(batch, rows, batch.mask, tensor=multiple, context=Axis(1), staging=Staging(CPU))
+    micro = pack(batch, rows, batch.mask, tensor=multiple, context=Axis(1), device=CPU)
     spans = [slice(*batch.cu_seqlens[row : row + 2].tolist()) for row in rows]
     real = torch.cat([batch.tokens[span] for span in spans] or [batch.tokens[:0]])
     total = micro.tokens.numel()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.layout import Axis
-from megarl.trainer.microbatch import Staging, extended, pack
+from megarl.trainer.microbatch import extended, pack
 from megarl.trainer.moe import RouterRows, balance, mean_square_lse, scores_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
@@ -24,7 +24,7 @@ LOGITS = torch.randn(BATCH.num_tokens, EXPERTS, generator=torch.Generator().manu
 
 def terms(rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), more: int = 0) -> list[Tensor]:  # noqa: B008
     """[weight, balance, z] of each row, added up over the tensor ranks, whose counts are put together by hand."""
-    microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, staging=Staging(CPU))
+    microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU)
     if more:
         microbatch = extended(microbatch, int(microbatch.packed.cu_seqlens_q[-1]) + more)
     padded = torch.full((microbatch.source.numel(), EXPERTS), 30.0)  # padding would show
@@ -76,7 +76,7 @@ def test_balanced_is_one() -> None:
 def test_a_micro_batch_as_one_row_is_megatrons_loss() -> None:
     from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
-    microbatch = pack(BATCH, (0, 3), BATCH.mask, tensor=4, context=Axis(1), staging=Staging(CPU))
+    microbatch = pack(BATCH, (0, 3), BATCH.mask, tensor=4, context=Axis(1), device=CPU)
     whole = RouterRows.of(microbatch, WEIGHTS, Axis(1), CPU).as_one()
     logits = torch.zeros(microbatch.source.numel(), EXPERTS)
     logits[: microbatch.rows.index.numel()] = LOGITS[microbatch.rows.index]

@@ -22,9 +22,24 @@ make_batch = random_batch
 
 
 def build(
-    folder: Path, create: dict | None = None, *, head: Head | None = None, moe: Moe | None = None, **train
+    folder: Path,
+    create: dict | None = None,
+    *,
+    head: Head | None = None,
+    moe: Moe | None = None,
+    megatron_options: dict | None = None,
+    **train,
 ) -> Trainer:
     model = create_model(Create(**(SMALL | (create or {}))), folder)
     settings = Train.model_validate({"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train})
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
-    return Trainer.build(read_model(model), layout, train=settings, moe=moe, head=head, folder=model, device=device)
+    return Trainer.build(
+        read_model(model),
+        layout,
+        train=settings,
+        moe=moe,
+        head=head,
+        folder=model,
+        device=device,
+        megatron_options=megatron_options,
+    )

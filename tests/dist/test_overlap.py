@@ -1,0 +1,34 @@
+"""Overlapped reduction of gradients changes no bit, and buckets only the order of sums over more than two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+
+def test_overlap_and_buckets(tmp_path):
+    results = tmp_path / "results.json"
+    script = Path(__file__).with_name("overlap_ranks.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, results], capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(results.read_text())["overlap"]
+    assert len(found) == 4
+    for case in found:
+        plain, name = case["plain"], f"{case['model']} {case['parallel']}"
+        assert plain["grad_norm"][0] > 1e-3 and plain["loss"][0] != plain["loss"][2], name
+        assert case["overlap"] == plain, f"{name}: no bit differs"
+        assert case["kept outputs"] == plain, f"{name}: no bit differs"
+        buckets = case["buckets"]
+        assert buckets["buckets"] > plain["buckets"] and not buckets["replicas_differ"], name
+        assert buckets["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6), name
+        assert buckets["loss"] == pytest.approx(plain["loss"], rel=1e-6), name
+        if case["parallel"]:  # two ranks to sum over: no order
+            assert (buckets["weights"], buckets["loss"]) == (plain["weights"], plain["loss"]), name
