@@ -201,7 +201,7 @@ TRAINER = [
     engine = start_engine(rank)""",
         """    engine = start_engine(rank)
     trainer.memory.offload_all()""",
-        "unit/trainer/test_start_order.py::test_the_trainer_is_off_the_device_when_the_engine_starts",
+        "unit/trainer/test_start_order.py::test_start_up_in_order",
     ),
     (
         "rollout/exchange.py",
