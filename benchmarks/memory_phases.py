@@ -55,6 +55,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._peaks: list[int] = []  # of each open measurement
+        self._host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_host = False
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +73,8 @@ class Device(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        if key in self._host and self._host[key]() is not None:
+            return
         if key not in self._live or self._live[key]() is None:
             self._live[key] = weakref.ref(storage)
 
@@ -96,10 +99,11 @@ class Device(TorchDispatchMode):
         def host_bytes(size: int, device: torch.device) -> Tensor:
             assert made is not None
             self._is_host = True
-            try:
-                return made(size, device)
-            finally:
-                self._is_host = False
+            buffer = made(size, device)
+            self._is_host = False
+            storage = buffer.untyped_storage()
+            self._host[storage._cdata] = weakref.ref(storage)
+            return buffer
 
         users = [m for m in list(sys.modules.values()) if made and getattr(m, "host_bytes", None) is made]
         for module in users:

@@ -100,7 +100,7 @@ def publish(kind: str) -> None:
     table = slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)) if receives else None
     engine = DeviceMemory(table) if table else None
     publisher = (Staged if kind == "staged" else Publisher)(
-        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=16384, spec="local"),
+        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
         WeightSender(slices, lambda: parameters) if sends else None,
         engine,
         OnDevice(),

@@ -204,6 +204,30 @@ TRAINER = [
         "unit/trainer/test_start_order.py::test_start_up_in_order",
     ),
     (
+        "launch/run_rl.py",
+        "share * memory[1] - used",
+        "share * memory[1]",
+        "unit/trainer/test_start_order.py::test_start_up_in_order",
+    ),
+    (
+        "launch/phases.py",
+        "        if self.engine is not None:\n            self._settle()\n",
+        "        if self.engine is not None:\n",
+        "unit/launch/test_phases.py::test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase",
+    ),
+    (
+        "weights/publish.py",
+        "is_staged = self.is_atomic and ",
+        "is_staged = self.is_atomic or ",
+        "dist/test_devices.py",
+    ),
+    (
+        "trainer/reference.py",
+        "            host.copy_(held, non_blocking=True)\n",
+        "",
+        "unit/trainer/test_reference.py::test_shared_storages_of_several_dtypes_are_exchanged_in_pieces",
+    ),
+    (
         "rollout/exchange.py",
         "        self.meet()  #",
         "        pass  #",
