@@ -204,6 +204,12 @@ TRAINER = [
         "unit/trainer/test_start_order.py::test_start_up_in_order",
     ),
     (
+        "weights/checksum.py",
+        "np.from_dlpack(words)",
+        "words.numpy()",
+        "unit/weights/test_checksum.py::test_the_memory_of_what_was_summed_can_be_offloaded",
+    ),
+    (
         "launch/run_rl.py",
         "share * memory[1] - used",
         "share * memory[1]",
