@@ -199,7 +199,7 @@ class Rollout(Section):
     max_staleness: NonNegativeInt = 0
     max_model_len: PositiveInt | None = None  # None: max_prompt_tokens + max_tokens
     max_prompt_tokens: PositiveInt = 1024
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)  # of the GPU, with what train.offload leaves there
     cpu_kv_cache_gb: PositiveFloat = 1.0
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
@@ -245,9 +245,9 @@ class Sft(Section):
 
 
 class Sync(Section):
-    # Stage received weights (on the device if it has room, else on the host) until all ranks agree that their checksums
-    # match, so that a failed sync leaves the engine's weights intact. False saves that memory: after a failed sync the
-    # engine refuses prompts.
+    # Stage received weights (on the device while it has room, else on the host) until all ranks agree that checksums
+    # match, so that a failed sync leaves the engine's weights intact, if it has any: not after a sleep at level 2.
+    # False saves that memory: after a failed sync the engine refuses prompts.
     atomic: bool = True
     round_bytes: PositiveInt = 512 << 20  # a rank sends and receives at most this much in one round
 

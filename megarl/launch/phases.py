@@ -8,8 +8,7 @@ tensors at its boundaries.
 
 The first phase is a sync; before it the trainer is offloaded and the engine sleeps (run_rl.train_policy). So the
 optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and nothing
-sleeps (train.offload, rollout.sleep_level). Parts of a phase (exchange, logprobs, update, staging) have peaks of their
-own, and launch.build.rank_telemetry records that of the start.
+sleeps (train.offload, rollout.sleep_level). Parts of a phase ("exchange", "staging") have peaks of their own.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ class TimedPhases:
     def rollout(self) -> Iterator[None]:
         with self._phase("rollout"):
             yield
-            if self.engine is not None:
-                self._settle()
-                self.engine.sleep()
+            self._switch(lambda engine: engine.sleep())
 
     @contextmanager
     def train(self) -> Iterator[None]:
@@ -72,10 +69,10 @@ class TimedPhases:
     def sync(self) -> Iterator[None]:
         with self._phase("sync"):
             self.trainer.onload_weights()
-            self._wake("weights")
+            self._switch(lambda engine: engine.wake("weights"))
             yield
             self.trainer.offload_all()
-            self._wake("kv_cache")
+            self._switch(lambda engine: engine.wake("kv_cache"))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -94,13 +91,13 @@ class TimedPhases:
             yield
         self.current.name = f"after {name}"  # not reached after an exception, which is attributed to the phase itself
 
-    def _wake(self, part: str) -> None:
+    def _switch(self, change: Callable[[EngineMemory], None]) -> None:
         if self.engine is not None:
             self._settle()
-            self.engine.wake(part)
+            change(self.engine)
 
     def _settle(self) -> None:
-        """Adds the peak since the last call to all open phases. Needed before a phase, and before what sleeps changes."""
+        """Adds the peak since the last call to all open phases, before a phase or a change of what sleeps."""
         peak = peak_gb(self.device) - (self.engine.bytes_asleep / 1e9 if self.engine is not None else 0.0)
         self._peaks[:] = [max(peak, other) for other in self._peaks]  # in this order, a NaN remains
         reset_peak(self.device)

@@ -204,16 +204,15 @@ def _engine_share(rank: Rank) -> Rollout:
     rollout, memory = rank.config.rollout, device_bytes(rank.device.torch)
     if memory is None:
         return rollout
-    used, total = max(rank.transport.gather(memory[1] - memory[0])), memory[1]
-    left = rollout.gpu_memory_utilization - used / total
-    itemsize, sizes = DTYPES[rank.config.train.dtype].itemsize, hf_shapes(rank.shape).values()
-    if left * total <= (weights := itemsize * sum(map(math.prod, sizes)) / rollout.tensor):
+    used, share = max(rank.transport.gather(memory[1] - memory[0])), rollout.gpu_memory_utilization
+    weights = sum(map(math.prod, hf_shapes(rank.shape).values())) * DTYPES[rank.config.train.dtype].itemsize
+    if (left := share * memory[1] - used) <= (needed := weights / rollout.tensor):
         raise ValueError(
-            f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of {total / 1e9:.1f} GB, less the "
-            f"{used / 1e9:.1f} that train.offload={list(rank.config.train.offload)} leaves in use, has no room for "
-            f"vLLM's weights of {weights / 1e9:.1f}; offload more, or raise it or rollout.tensor"
+            f"rollout.gpu_memory_utilization={share:g} of {memory[1] / 1e9:.1f} GB, less {used / 1e9:.1f} that "
+            f"train.offload={list(rank.config.train.offload)} leaves in use, has no room for vLLM's weights of "
+            f"{needed / 1e9:.1f}; offload more, or raise it or rollout.tensor"
         )
-    return rollout.model_copy(update={"gpu_memory_utilization": left})
+    return rollout.model_copy(update={"gpu_memory_utilization": left / memory[1]})
 
 
 def make_engine(rank: Rank) -> Engine:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from megarl.platform.env import get_env
 
@@ -54,7 +53,7 @@ def gpu_uuids(count: int) -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
 
 
-def host_bytes(size: int, device: torch.device) -> Tensor:
+def host_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Returns [size] uint8 on the host, uninitialised; pinned for copies to and from a GPU."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,22 +129,18 @@ class Engine:
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
                 self.receiver.abort()  # without weights there is no version to serve if the sync fails
-            with self._counting_free():
-                self._llm.sleep(level=level)
+            self.bytes_asleep -= torch.cuda.mem_get_info()[0]
+            self._llm.sleep(level=level)
+            self.bytes_asleep += torch.cuda.mem_get_info()[0]
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, part: str) -> None:
         """Restores the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
         if part in self._asleep:
-            with self._counting_free():
-                self._llm.wake_up(tags=[part])
+            self.bytes_asleep -= torch.cuda.mem_get_info()[0]
+            self._llm.wake_up(tags=[part])
+            self.bytes_asleep += torch.cuda.mem_get_info()[0]
             self._asleep.remove(part)
-
-    @contextmanager
-    def _counting_free(self) -> Iterator[None]:
-        before, _ = torch.cuda.mem_get_info(self.receiver.device)
-        yield
-        self.bytes_asleep += torch.cuda.mem_get_info(self.receiver.device)[0] - before
 
     def sample(
         self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None

@@ -52,24 +52,19 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
 class HostBuffer:
     """One flat host buffer, kept from one use to the next; pinned if the tensors are on a GPU."""
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0)
+    _bytes = torch.empty(0)
 
     def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns each storage of `tensors` once, as [bytes] uint8, with its place in the buffer."""
         unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}.values()
-        flats = [flat_storage(x) for x in unique]
-        sizes = [len(flat) for flat in flats]
+        flats, sizes = [flat_storage(x) for x in unique], [x.untyped_storage().nbytes() for x in unique]
         if len(self._bytes) != sum(sizes):
             self._bytes = host_bytes(sum(sizes), flats[0].device)
         return list(zip(flats, self._bytes.split(sizes), strict=True))
 
 
 class Memory:
-    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent.
-
-    Gradients are freed at once, and the optimizer is set later: building it needs none.
-    """
+    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent."""
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ class Memory:
     ) -> None:
         wrapped: Sequence[Any] = chunks
         self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
-        self.optimizer: MegatronOptimizer | None = None
+        self.optimizer: MegatronOptimizer | None = None  # set later: the gradients are freed before it is built
         self._hosts = {kind: HostBuffer() for kind in offload}
         self._device = device
         self._freed: list[Tensor] = []  # gradient buffers
@@ -130,13 +125,12 @@ class Memory:
     def _store_optimizer(self) -> None:
         """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
         assert self.optimizer is not None
-        tensors: list[Tensor] = []
-        for part in _parts(self.optimizer):
-            if part.config.bf16:
-                tensors += (main for group in part.optimizer.param_groups for main in group["params"])
-            for state in part.optimizer.state.values():
-                tensors += (value for name, value in state.items() if name != "step")
-        self._offload("optimizer", tensors)
+        parts = [*_parts(self.optimizer)]
+        mains = [
+            x for part in parts if part.config.bf16 for group in part.optimizer.param_groups for x in group["params"]
+        ]
+        states = [state for part in parts for state in part.optimizer.state.values()]
+        self._offload("optimizer", mains + [x for state in states for name, x in state.items() if name != "step"])
 
     @torch.no_grad()
     def _offload(self, kind: str, tensors: Iterable[Tensor]) -> None:

@@ -26,13 +26,14 @@ class Reference:
     def in_place_of(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Exchanges the reference for `parameters`; on exit, restores their values, verified by a checksum."""
         pairs = self._host.beside(parameters)
-        before = _digest(pairs)
+        before = [checksum(there) for there, _ in pairs]
         _exchange(pairs)
         try:
             yield
         finally:
             _exchange(pairs)
-        assert torch.equal(_digest(pairs), before), "the weights changed while the reference was in their place"
+        after = [checksum(there) for there, _ in pairs]
+        assert torch.equal(torch.stack(before), torch.stack(after)), "the weights changed behind the reference"
 
 
 @torch.no_grad()
@@ -42,7 +43,3 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
             held = device.clone()
             device.copy_(host, non_blocking=True)
             host.copy_(held, non_blocking=True)
-
-
-def _digest(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    return torch.stack([checksum(there) for there, _ in pairs])

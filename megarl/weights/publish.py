@@ -190,8 +190,7 @@ class Publisher:
         with _stating(KEEPS):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self._parameters()
-            keeps = self.receiver is not None and self.receiver.version is not None
-            is_staged = self.is_atomic and self._count(keeps) > 0
+            is_staged = self.is_atomic and self._count(self.receiver is not None and self.receiver.version is not None)
             self._agree(self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None))
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
@@ -243,7 +242,6 @@ class Publisher:
         )
 
     def _device_room(self) -> int:
-        """Bytes that may be staged on the device."""
         memory = device_bytes(self._device)
         return self.executor.bytes_arriving if memory is None else max(0, memory[0] - SPARE_BYTES)
 
@@ -335,7 +333,6 @@ class Publisher:
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
 
     def _count(self, flag: bool) -> int:
-        """Returns on how many ranks `flag` is set."""
         return int(self.transport.sum(torch.tensor(int(flag), device=self._device)))
 
 

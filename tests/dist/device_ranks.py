@@ -65,10 +65,19 @@ class DeviceMemory(Memory):
 
 
 class Staged(Publisher):
-    """The device has no room for what arrives."""
+    """The device has room for half of what arrives."""
 
-    def _staging_device(self) -> torch.device:
-        return torch.device("cpu")
+    staged: tuple[int, int] | None = None  # bytes on the device and on the host
+
+    def _device_room(self) -> int:
+        return self.executor.bytes_arriving // 2
+
+    def _stage(self, parameters):
+        staged = super()._stage(parameters)
+        sizes = [sum(x.nbytes for x in staged.values() if isinstance(x, There) == on_device) for on_device in (1, 0)]
+        assert sum(sizes) == self.executor.bytes_arriving
+        self.staged = sizes[0], sizes[1]
+        return staged
 
 
 def weights_of(fleet: Fleet, rank: int) -> tuple[dict[str, Tensor], list[ShardSlice], dict[str, Tensor]]:
@@ -91,7 +100,7 @@ def publish(kind: str) -> None:
     table = slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)) if receives else None
     engine = DeviceMemory(table) if table else None
     publisher = (Staged if kind == "staged" else Publisher)(
-        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=16384, spec="local"),
+        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
         WeightSender(slices, lambda: parameters) if sends else None,
         engine,
         OnDevice(),
@@ -101,6 +110,9 @@ def publish(kind: str) -> None:
         is_atomic=kind != "split",
     )
     publisher.publish(version=1)
+    assert kind != "staged" or publisher.staged is None, "there is no version to keep yet"
+    publisher.publish(version=2)
+    assert kind != "staged" or min(publisher.staged) > 0, publisher.staged
     for part in table or ():
         memory = {name: tensor.here for name, tensor in engine.memory.items()}
         assert torch.equal(view(memory, part), slice_of(full, part)), part
@@ -158,7 +170,10 @@ class Rewards:
 def exchange() -> None:
     requests = [Request(Prompt(number, (1,), ""), index, 0, 1.0) for number in range(2) for index in range(2)]
     rank = dist.get_rank()
+    before = There.bytes_made
     samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
+    print(f"exchange: {There.bytes_made - before} bytes on the device")
+    assert There.bytes_made == before
     assert [(x.prompt_id, x.index, x.reward) for x in samples] == [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)]
 
 

@@ -26,6 +26,7 @@ class There(torch.Tensor):
     """A tensor on DEVICE, with its data in `here`."""
 
     here: Tensor
+    bytes_made = 0  # in all
 
     @staticmethod
     def __new__(cls, here: Tensor) -> There:
@@ -33,6 +34,7 @@ class There(torch.Tensor):
             cls, here.size(), here.stride(), here.storage_offset(), dtype=here.dtype, device=DEVICE
         )
         made.here = here
+        There.bytes_made += here.nbytes
         return made
 
     def numpy(self, **_: Any) -> Any:

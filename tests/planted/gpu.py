@@ -18,14 +18,14 @@ GPU = [
     ),
     (
         "weights/publish.py",
-        "if flat is None else flat.to(self._device)",
-        "if flat is None else flat",
+        "write(message, flat.to(self._device, non_blocking=True))",
+        "write(message, flat)",
         DEVICES,
     ),
     (
         "weights/publish.py",
-        "flag = torch.tensor(int(problem is not None), device=self._device)",
-        "flag = torch.tensor(int(problem is not None))",
+        "torch.tensor(int(flag), device=self._device)",
+        "torch.tensor(int(flag))",
         DEVICES,
     ),
     (

@@ -201,7 +201,37 @@ TRAINER = [
     engine = start_engine(rank)""",
         """    engine = start_engine(rank)
     trainer.memory.offload_all()""",
-        "unit/trainer/test_start_order.py::test_the_trainer_is_off_the_device_when_the_engine_starts",
+        "unit/trainer/test_start_order.py::test_start_up_in_order",
+    ),
+    (
+        "weights/checksum.py",
+        "np.from_dlpack(words)",
+        "words.numpy()",
+        "unit/weights/test_checksum.py::test_the_memory_of_what_was_summed_can_be_offloaded",
+    ),
+    (
+        "launch/run_rl.py",
+        "share * memory[1] - used",
+        "share * memory[1]",
+        "unit/trainer/test_start_order.py::test_start_up_in_order",
+    ),
+    (
+        "launch/phases.py",
+        "        if self.engine is not None:\n            self._settle()\n",
+        "        if self.engine is not None:\n",
+        "unit/launch/test_phases.py::test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase",
+    ),
+    (
+        "weights/publish.py",
+        "is_staged = self.is_atomic and ",
+        "is_staged = self.is_atomic or ",
+        "dist/test_devices.py",
+    ),
+    (
+        "trainer/reference.py",
+        "            host.copy_(held, non_blocking=True)\n",
+        "",
+        "unit/trainer/test_reference.py::test_shared_storages_of_several_dtypes_are_exchanged_in_pieces",
     ),
     (
         "rollout/exchange.py",

@@ -1,8 +1,10 @@
-"""Order of start-up: the trainer is built and offloaded before the engine starts."""
+"""Order of start-up: the trainer is built and offloaded before the engine starts with what is left of the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,33 +15,56 @@ from megarl.launch.random_model import materialize_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
+from megarl.trainer import trainer as trainer_module
 from megarl.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROOT = Path(__file__).resolve().parents[3]
 OFFLOAD = "train.offload=[gradients, optimizer, weights]"
+GB = 10**9
 
 
 class Started(Exception):
     """Ends the run where the engine would start."""
 
 
-def test_the_trainer_is_off_the_device_when_the_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of 80 GB of which 10 are in use, then on one of which 48 are."""
     config = load_config(ROOT / "configs" / "tiny_dense.yaml", [f"run.dir={tmp_path}", "train.dtype=bf16", OFFLOAD])
-    rank, trainers, make_trainer = Rank.of(materialize_model(config), Env(), pick_device(0)), [], run_rl.make_trainer
+    rank, trace, trainers = Rank.of(materialize_model(config), Env(), pick_device(0)), list[tuple[str, Any]](), []
 
-    def make(rank: Rank) -> Trainer:
-        trainers.append(make_trainer(rank))
-        return trainers[0]
+    def sizes() -> list[int]:
+        """Bytes on the device: weights, gradients, fp32 weights."""
+        (chunk,) = trainers[0].model
+        mains = [x for part in trainers[0].optimizer.optimizer.param_groups for x in part["params"]]
+        kinds = [b.param_data for b in chunk.buffers], [b.grad_data for b in chunk.buffers], mains
+        return [sum(x.untyped_storage().nbytes() for x in kind) for kind in kinds]
 
-    def start(_rank: Rank) -> Engine:
-        (trainer,) = trainers
-        (chunk,) = trainer.model
-        assert [buffer.param_data.untyped_storage().nbytes() for buffer in chunk.buffers] == [0]
-        assert [buffer.grad_data.untyped_storage().nbytes() for buffer in chunk.buffers] == [0]
+    def make_trainer(rank: Rank, made: Callable[[Rank], Trainer] = run_rl.make_trainer) -> Trainer:
+        trainers.append(made(rank))
+        trace.append(("built", sizes()))
+        return trainers[-1]
+
+    def build_optimizer(chunks: Any, train: Any, made: Any = trainer_module.build_optimizer) -> Any:
+        trace.append(("optimizer", sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)))
+        return made(chunks, train)
+
+    def start(_folder: Path, rollout: Any, *_: Any, **__: Any) -> Engine:
+        trace.append(("engine", (sizes(), rollout.gpu_memory_utilization)))
         raise Started
 
-    monkeypatch.setattr(run_rl, "make_trainer", make)
+    monkeypatch.setattr(run_rl, "make_trainer", make_trainer)
+    monkeypatch.setattr(trainer_module, "build_optimizer", build_optimizer)
+    monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.setattr(run_rl, "device_bytes", lambda _: (70 * GB, 80 * GB))
     with pytest.raises(Started):
-        run_rl.train_policy(rank, start)
+        run_rl.train_policy(rank, run_rl.make_engine)
+    (_, gradients), (_, (weights, freed, mains)), (_, (left, share)) = trace
+    assert [name for name, _ in trace] == ["optimizer", "built", "engine"]
+    assert gradients == freed == 0 and mains > weights > 0, "no gradients while the optimizer is built"
+    assert left == [0, 0, 0] and share == pytest.approx(0.6 - 10 / 80)
+
+    monkeypatch.setattr(run_rl, "device_bytes", lambda _: (32 * GB, 80 * GB))
+    with pytest.raises(ValueError, match=r"of 80\.0 GB, less 48\.0 that .* has no room for vLLM's weights"):
+        run_rl.make_engine(rank)
     trainers[0].close()

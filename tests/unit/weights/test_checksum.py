@@ -124,3 +124,10 @@ def test_memory_that_is_written_twice_is_seen():
     assert int(copy_and_verify(narrow, wide)) == 0 and wide.equal(narrow.float())
     twice = torch.zeros(1 << 17).as_strided((2, 1 << 17), (0, 1))  # strips of their own
     assert int(copy_and_verify(torch.randn(2, 1 << 17), twice)) == 0, "each is read back as soon as it is written"
+
+
+def test_the_memory_of_what_was_summed_can_be_offloaded() -> None:
+    """numpy() would forbid to resize the storage that it shares."""
+    weights = torch.randn(64)
+    positional_checksum(weights[:32].view(4, 8), (0, 0))
+    weights.untyped_storage().resize_(0)
