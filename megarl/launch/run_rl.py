@@ -186,7 +186,7 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
             prompts_per_step=config.train.prompts_per_step,
             start=start,
         )
-        with saved(trainer, checkpoint, engine):
+        with saved(trainer, checkpoint, engine.sleep):
             train(run)
     trainer.memory.onload_all()
     return trainer
@@ -227,6 +227,7 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         member=Axis(size, env.rank % size),
         device=rank.device.torch,
         span=span,
+        is_stopping=lambda: rank.phase.is_stopping,
         meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
     )
 

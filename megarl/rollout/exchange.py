@@ -38,6 +38,7 @@ class Exchange:
     member: Axis  # this rank among those of its replica; the first one scores
     device: torch.device
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # times "reward"
+    is_stopping: Callable[[], bool] = lambda: False
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
@@ -69,6 +70,8 @@ class Exchange:
                 return pack([], digest)
             with self.span("reward"):
                 samples = self.rewards.score([request.prompt for request in requests], samples)
+            if self.is_stopping():  # SIGTERM may have ended a reward's processes, too
+                raise Terminated("stopped by SIGTERM")
             return pack(samples, digest)
         except CheckFailed as error:
             return _part({"error": str(error), "kind": ERRORS.index(type(error))})

@@ -15,7 +15,6 @@ from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
 from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
 
-
 ROLLOUT = State(os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)")
 MOVES, WAITS = ROLLOUT._replace(seconds=0.1), ROLLOUT._replace(is_waiting=True, seconds=40.0, operation="all_reduce 7")
 STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(seconds=41.0, cpu_s=30.0)

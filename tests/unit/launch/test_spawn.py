@@ -206,12 +206,12 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_long_before_the_timeout(tmp_path: Path, rank: int) -> None:
-    process, folder = start("forever", tmp_path, timeout_s=4), tmp_path / "forever"
+    process, folder = start("forever", tmp_path, timeout_s=6), tmp_path / "forever"
     wait_for(folder / "busy_0", folder / "busy_1")
     pid, began = rank_pids(folder)[rank], time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     code, _out, err = finish(process)
-    assert code == 3 and time.monotonic() - began < 4 + 3  # half of the time-out, and the end of the ranks
+    assert code == 3 and time.monotonic() - began < 6 + 3  # half of the time-out, and the end of the ranks
     assert f"refused to continue (start-up): rank {rank} (process {pid}) is stopped, by a signal or a debugger" in err
     assert exit_file(folder) | {"error": "", "seconds": 0} == {
         "code": 3, "rank": rank, "during": "start-up", "error": "", "seconds": 0, "world": 2
