@@ -193,7 +193,7 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
 
 
 def make_engine(rank: Rank) -> Engine:
-    return Engine.start(
+    engine = Engine.start(
         rank.model_folder,
         rank.config.rollout,
         rank.env,
@@ -202,8 +202,9 @@ def make_engine(rank: Rank) -> Engine:
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
-        before_step=partial(_before_engine_step, rank),
     )
+    engine.before_steps(partial(_before_engine_step, rank))
+    return engine
 
 
 def _before_engine_step(rank: Rank) -> None:

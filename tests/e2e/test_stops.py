@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SFT = [
     "configs/quickstart_sft.yaml",
     "model.create.layers=2",
-    "train.steps=40",
+    "train.steps=20",
     "train.prompts_per_step=8",
     "train.schedule=cosine",
     "checkpoint.every=1000",  # so that only a save at the end can be resumed
@@ -115,7 +115,7 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
     process = subprocess.Popen(batch, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_steps(tmp_path / "slurm", 3)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=400)[0]
     assert process.returncode != 0 and (tmp_path / "requeued").read_text() == f"{os.getpid()}\n", said
     assert exit_file(tmp_path / "slurm")["code"] == 143, said
     (saved,) = (path.name for path in (tmp_path / "slurm" / "checkpoints").glob("step_*"))
@@ -123,7 +123,7 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     first = json.loads((tmp_path / "slurm" / "metrics.jsonl").read_text().splitlines()[0])["step"]
     print(f"{saved} saved, metrics from step {first}")
-    assert 3 <= int(saved.removeprefix("step_")) < 40 and is_equal(tmp_path, "whole", "slurm")
+    assert 3 <= int(saved.removeprefix("step_")) < 20 and is_equal(tmp_path, "whole", "slurm")
 
 
 def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 30) -> None:
@@ -181,3 +181,21 @@ def test_sigterm_in_a_rollout(tmp_path: Path, tensor: int) -> None:
     )
     assert process.returncode == exit_file(tmp_path / "cut")["code"] == 143
     assert run(tmp_path, "cut", values).returncode == 0 and is_equal(tmp_path, "whole", "cut")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_under_torchrun_the_ranks_watch_each_other(tmp_path: Path) -> None:
+    config, *overrides = [*sums(tmp_path), "task.name=stall_task:sums", "parallel.pipeline=2"]
+    env = child_env(
+        NNODES=1, NODE_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=20_000 + os.getpid() % 20_000, NPROC=2,
+        PYTHON=sys.executable, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}", OMP_NUM_THREADS=1, STALL="p2p:stop:1",
+    )  # fmt: skip
+    script = ["bash", "scripts/torchrun_multinode.sh", config, f"run.dir={tmp_path}", "run.name=watched", *overrides]
+    done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    left = exit_file(tmp_path / "watched")
+    print(done.returncode, left)
+    assert done.returncode == 1 and (left["code"], left["rank"]) == (3, 1), done.stdout + done.stderr
+    assert (
+        f"megarl: {str(left['error'])[:20]}" in done.stdout and "is stopped, by a signal or a debugger" in done.stdout
+    )
