@@ -92,6 +92,8 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
         ([WAITS, WAITS._replace(seconds=1.0)], []),  # a moment ago it did something else
         ([MOVES, WAITS._replace(seconds=20.0)], []),
         ([STUCK], [0]),
+        ([STUCK._replace(is_limited=True), BUSY], []),  # a reward that nobody waits for
+        ([STUCK._replace(is_limited=True), WAITS], [0]),
         ([BUSY], []),
         ([], []),
     ],
