@@ -1,7 +1,7 @@
 """The command line: parses arguments, dispatches, returns the exit code. Work that needs torch runs in the ranks.
 
 Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 refused (a check, a stopped rank, a full
-disk), 130 interrupted.
+disk), 130 interrupted, 143 SIGTERM (saved).
 """
 
 from __future__ import annotations

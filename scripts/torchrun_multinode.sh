@@ -6,7 +6,7 @@
 #
 # All nodes must see the same run.dir and model.path (a shared file system). The world is NNODES x NPROC ranks; data
 # parallelism follows from it and from the sizes in the config. torchrun exits with 1 on any failure: the real exit
-# code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs. The network between the nodes must be
+# code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs. SIGTERM to this script saves and ends the run. The network between the nodes must be
 # private: torchrun, gloo and NCCL let everyone join who can reach their ports.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +24,19 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 # the repository's own environment; in the container of docker/Dockerfile set PYTHON=python
 python=${PYTHON:-.venv/bin/python}
 
-exec "$python" -m torch.distributed.run \
-  --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
-  --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
-  -m megarl.cli train "$@"
+# SIGTERM is for the ranks, which save and end; torchrun would kill them 30 s after it
+(
+  trap '' TERM
+  exec "$python" -m torch.distributed.run --signals-to-handle SIGINT,SIGHUP,SIGQUIT \
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
+    -m megarl.cli train "$@"
+) &
+agent=$!
+# shellcheck disable=SC2046
+trap 'kill -TERM $(cat "/proc/$agent/task/$agent/children") || true' TERM
+while kill -0 "$agent" 2>/dev/null; do
+  status=0
+  wait "$agent" || status=$? # that of a trapped signal, if torchrun is still there
+done
+exit "$status"

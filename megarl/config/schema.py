@@ -266,7 +266,9 @@ class Launch(Section):
     processes: PositiveInt | None = None  # of the trainer, in the split topology
     # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
     processes_per_node: PositiveInt | None = None
-    timeout_s: PositiveInt = 600  # of collectives, and of a rank without a sign of life; half of it if it is stopped
+    timeout_s: PositiveInt = (
+        600  # of collectives; 0.9 of it of a silent rank, half of it of one that is stopped or stuck
+    )
 
 
 class Moe(Section):

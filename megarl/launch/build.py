@@ -6,7 +6,7 @@ engines and process groups are created by collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,6 @@ from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.heartbeat import make_store
-from megarl.launch.phases import EngineMemory
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
@@ -141,13 +140,12 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
 
 
 @contextmanager
-def saved(trainer: Trainer, checkpoint: Checkpoints, engine: EngineMemory | None = None) -> Iterator[None]:
+def saved(trainer: Trainer, checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield
     except CheckFailed:
-        if engine is not None:
-            engine.sleep()
+        sleep()
         trainer.memory.onload_all()
         checkpoint.save()
         checkpoint.finish()

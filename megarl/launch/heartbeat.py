@@ -158,11 +158,11 @@ class Heartbeats:
         where = f" on {state.host}" * (state.host != HOST) if state else ""
         text = f"rank {rank} (process {pid or (state and state.pid)}{where}) {how}, since {seconds:.0f} s"
         text += f" ({state or 'start-up'}){self._victims(rank)}: {remedy}"
+        text += f"; the run ends after {limit_s:g} s" if limit_s < math.inf else ""
         if (rank, how) not in self._reported:
             self._reported.add((rank, how))
-            self.say(text + (f"; the run ends after {limit_s:g} s" if limit_s < math.inf else ""))
-        failure = Failure(rank, REFUSED, f"{text}; limit {limit_s:g} s", state.phase if state else "start-up")
-        return failure, how, seconds >= limit_s
+            self.say(text)
+        return Failure(rank, REFUSED, text, state.phase if state else "start-up"), how, seconds >= limit_s
 
     def _victims(self, late: int) -> str:
         """What another rank waits in; a stopped rank's own state is that of its last beat."""

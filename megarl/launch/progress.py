@@ -96,7 +96,7 @@ def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:
     wait, those that wait in another operation than most: they left out or added a collective.
     """
     waiting = [rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S]
-    if stuck := [rank for rank, state in states.items() if state.is_stuck]:
+    if stuck := [rank for rank, state in states.items() if state.is_stuck and (waiting or not state.is_limited)]:
         return stuck, waiting
     if len(waiting) < len(states):
         return [rank for rank, state in states.items() if waiting and not state.is_waiting], waiting

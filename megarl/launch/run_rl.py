@@ -193,7 +193,7 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
             prompts_per_step=config.train.prompts_per_step,
             start=start,
         )
-        with saved(trainer, checkpoint, engine):
+        with saved(trainer, checkpoint, engine.sleep):
             train(run)
     trainer.memory.onload_all()
     return trainer
@@ -216,7 +216,7 @@ def _engine_share(rank: Rank) -> Rollout:
 
 
 def make_engine(rank: Rank) -> Engine:
-    return Engine.start(
+    engine = Engine.start(
         rank.model_folder,
         _engine_share(rank),
         rank.env,
@@ -225,8 +225,9 @@ def make_engine(rank: Rank) -> Engine:
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
-        before_step=partial(_before_engine_step, rank),
     )
+    engine.before_steps(partial(_before_engine_step, rank))
+    return engine
 
 
 def _before_engine_step(rank: Rank) -> None:
@@ -249,6 +250,7 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
         span=span,
+        is_stopping=lambda: rank.phase.is_stopping,
         meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
     )
 

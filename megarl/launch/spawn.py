@@ -150,10 +150,14 @@ class _Ranks:
                 return None
             if any(codes):
                 return self._cause(signals, heartbeats)
-            if late := heartbeats.check({rank: p.pid for rank, p in enumerate(self.processes) if codes[rank] is None}):
+            if late := heartbeats.check(self._running()):
                 return late
             time.sleep(POLL_S)
         return Failure(-1, exit_codes.TERMINATED if signals == {signal.SIGTERM} else exit_codes.STOPPED, "stopped")
+
+    def _running(self) -> dict[int, int]:
+        """{rank: process id}"""
+        return {rank: process.pid for rank, process in enumerate(self.processes) if process.poll() is None}
 
     def _save(self, states: Mapping[int, State]) -> bool:
         """After SIGTERM, makes the ranks save and end; returns whether all have left the start-up."""
@@ -169,8 +173,9 @@ class _Ranks:
         statuses = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not signals and any(p.poll() is None for p in self.processes):
+            heartbeats.check(self._running())
             time.sleep(POLL_S)
-        running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        running = self._running()
         self.left_running = [f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})" for rank in running]
         rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences

@@ -58,9 +58,8 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
         trust_remote_code: bool = False,
-        before_step: Callable[[], None] = lambda: None,
     ) -> Engine:
-        """Starts vLLM with dummy weights. `before_step` is called before every step of the engine.
+        """Starts vLLM with dummy weights.
 
         `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
         (models.registry.hf_shapes), `fp32` those that are never bf16.
@@ -105,12 +104,15 @@ class Engine:
         # vLLM would destroy the default process group, which is also the trainer's, when collected or at exit
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
-        step = llm.llm_engine.step
-        llm.llm_engine.step = lambda: (before_step(), step())[1]  # type: ignore[method-assign]
         model = llm.apply_model(lambda model: model)[0]
         trace = trace_loader(model, shapes, dtype)
         receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
         return cls(llm, rollout, stop_token_ids, receiver, eager)
+
+    def before_steps(self, function: Callable[[], None]) -> None:
+        """Calls `function` before every step of the engine."""
+        step = self._llm.llm_engine.step
+        self._llm.llm_engine.step = lambda: (function(), step())[1]  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Frees memory and process groups, so that another engine can start in this process."""

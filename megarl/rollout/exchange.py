@@ -40,6 +40,7 @@ class Exchange:
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of "reward" and "exchange"
+    is_stopping: Callable[[], bool] = lambda: False
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
@@ -85,6 +86,8 @@ class Exchange:
         samples = self.sampler.sample(requests, version=version, finished=scoring.add)
         with self.span("reward"):  # what generation has not hidden
             scored = scoring.results(samples)
+        if self.is_stopping():  # SIGTERM may have ended a reward's processes, too
+            raise Terminated("stopped by SIGTERM")
         return pack(scored), digest_samples(samples)
 
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -1,7 +1,7 @@
 """A task whose module, once imported by a rank, makes one rank stall: in the operation, and the way, that STALL names.
 
-    STALL=p2p:stop:1      rank 1 stops itself (SIGSTOP) in a pipeline message
-    STALL=gate:hang:1     rank 1 sleeps for ever       STALL=reward:slow:0     rank 0's reward takes 20 s
+STALL=p2p:stop:1      rank 1 stops itself (SIGSTOP) in a pipeline message
+STALL=reduce:hang:1   rank 1 sleeps for ever       STALL=reward:slow:0     rank 0's reward takes 20 s
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def plant() -> None:
     import torch.distributed as dist
     from megatron.core.distributed import param_and_grad_buffer
 
-    from megarl.launch import run_rl
     from megarl.weights.transports.collective import Collective
 
     if WHERE == "p2p":
@@ -63,12 +62,18 @@ def plant() -> None:
     if WHERE == "sync":
         Collective.start = planted(Collective.start)  # type: ignore[method-assign]
     if WHERE == "engine":
+        from megarl.launch import run_rl
+
         before = run_rl._before_engine_step
         run_rl._before_engine_step = planted(before)
 
 
 def reward(*, tokens: Sequence[int]) -> float:
     return even_fraction(tokens=tokens)
+
+
+def sums(split: str) -> list[dict[str, str]]:
+    return [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
 
 
 if os.environ.get("RANK") == RANK and HOW != "never":

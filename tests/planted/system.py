@@ -217,7 +217,7 @@ SYSTEM = [
     ("launch/heartbeat.py", 'in "Tt"', 'in "Z"', f"{SPAWN}::test_a_stopped_rank_is_named_long_before_the_timeout"),
     (
         "launch/heartbeat.py",
-        "min(elapsed, MAX_ELAPSED_S)",
+        "min(elapsed, 2 * self.every_s)",
         "elapsed",
         "unit/launch/test_heartbeat.py::test_time_in_which_the_launcher_did_not_look_does_not_count",
     ),
@@ -226,6 +226,34 @@ SYSTEM = [
         "os.set_inheritable(env.store_fd, False)",
         "pass",
         "unit/launch/test_heartbeat.py::test_the_store_has_no_name_and_is_not_inherited",
+    ),
+    *[
+        (f"launch/{file}.py", text, mistake, f"unit/launch/test_heartbeat.py::{test}")
+        for file, text, mistake, test in [
+            ("progress", "self.cpu_s < self.seconds * BUSY_CPU", "True", "test_who_is_late"),
+            ("progress", "return stuck, waiting", "return list(states), waiting", "test_who_is_late"),
+            ("progress", "if state.operation not in usual]", "]", "test_who_is_late"),
+            ("progress", '"/megarl/rewards/" in file', "False", "test_a_sample_shows_where_the_main_thread_is"),
+            ("progress", "p2p_communication|", "", "test_a_sample_shows_where_the_main_thread_is"),
+            (
+                "heartbeat",
+                "state.is_stuck and not state.is_limited",
+                "state.is_stuck",
+                "test_a_late_rank_is_named_with_its_stack_and_its_victims",
+            ),
+            (
+                "heartbeat",
+                "if (rank, how) not in self._reported:",
+                "if True:",
+                "test_a_late_rank_is_named_with_its_stack_and_its_victims",
+            ),
+        ]
+    ],
+    (
+        "launch/spawn.py",
+        "process.send_signal(signal.SIGTERM)",
+        "pass",
+        f"{SPAWN}::test_sigterm_reaches_ranks_that_train",
     ),
     ("launch/worker.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
     ("launch/worker.py", "except BaseException as", "except Exception as", f"{SPAWN}::test_first_failure_is_said_once"),

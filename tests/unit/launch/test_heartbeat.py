@@ -15,7 +15,6 @@ from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
 from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
 
-
 ROLLOUT = State(os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)")
 MOVES, WAITS = ROLLOUT._replace(seconds=0.1), ROLLOUT._replace(is_waiting=True, seconds=40.0, operation="all_reduce 7")
 STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(seconds=41.0, cpu_s=30.0)
@@ -93,6 +92,8 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
         ([WAITS, WAITS._replace(seconds=1.0)], []),  # a moment ago it did something else
         ([MOVES, WAITS._replace(seconds=20.0)], []),
         ([STUCK], [0]),
+        ([STUCK._replace(is_limited=True), BUSY], []),  # a reward that nobody waits for
+        ([STUCK._replace(is_limited=True), WAITS], [0]),
         ([BUSY], []),
         ([], []),
     ],

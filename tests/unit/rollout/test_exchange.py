@@ -10,7 +10,7 @@ import torch
 
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange, deal, pack, unpack
-from megarl.types import CheckFailed, Prompt, Sample
+from megarl.types import CheckFailed, Prompt, Sample, Terminated
 
 
 def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
@@ -87,14 +87,23 @@ def test_one_process_sorts_and_scores():
     assert [(s.prompt_id, s.index, s.reward) for s in got] == [(3, 0, 0.0), (3, 1, 2.0), (7, 0, 0.0), (7, 1, 2.0)]
 
 
-@pytest.mark.parametrize("error, kind", [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError)])
+@pytest.mark.parametrize(
+    "error, kind",
+    [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError), (Terminated("stale"), Terminated)],
+)
 def test_errors_keep_their_kind(error, kind):
     class Fails:
         def sample(self, requests, *, version, finished):
             raise error
 
-    with pytest.raises(kind, match=r"rank 0 could not sample: .*(stale|KeyError)"):
+    with pytest.raises(RuntimeError, match=r"rank 0 could not sample: .*(stale|KeyError)") as caught:
         alone(Fails(), Doubles())([Request(0, 0)], 0)
+    assert caught.type is kind
+
+
+def test_rewards_that_sigterm_may_have_ended_are_not_used():
+    with pytest.raises(Terminated):
+        replace(alone(Sampler(), Doubles()), is_stopping=lambda: True)([Request(0, 0)], 0)
 
 
 @pytest.mark.parametrize(
