@@ -81,6 +81,7 @@ def attend(
 def attend_stacks(
     query_QHD: Tensor, key_PGD: Tensor, value_PGE: Tensor, stacks: Sequence[RowStack], score: Score
 ) -> Tensor:  # [Q, H * E]
+    """Attention of each stack, in the order of the positions of its queries."""
     outputs, positions = [], []
     for stack in stacks:
         q, k, v = (
@@ -98,7 +99,10 @@ def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> l
     """Whole rows whose position p is computed at `slot_P[p]`; an output is kept where `is_own_P`, once per slot."""
     return [
         RowStack(
-            slot_P[stack.query_RL], slot_P[stack.key_RK], None, stack.real[is_own_P[stack.query_RL.flatten()[stack.real]]]
+            slot_P[stack.query_RL],
+            slot_P[stack.key_RK],
+            None,
+            stack.real[is_own_P[stack.query_RL.flatten()[stack.real]]],
         )
         for stack in _stacks(lengths, Axis(1, 0))
     ]

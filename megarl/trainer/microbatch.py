@@ -59,7 +59,9 @@ def pack(
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
-    first_P = _first_positions([batch.tokens[start:end] for start, end in spans]) if share else torch.arange(sum(padded))
+    first_P = (
+        _first_positions([batch.tokens[start:end] for start, end in spans]) if share else torch.arange(sum(padded))
+    )
     num_own = int((first_P == torch.arange(len(first_P))).sum())
     if num_dummy := -num_own % (tensor * multiple) if rows else tensor * multiple:
         padded.append(num_dummy)

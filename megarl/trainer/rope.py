@@ -53,7 +53,7 @@ def yarn_factor(shape: ModelShape) -> float:
 
 
 def rotate_by_position(model: Any) -> None:
-    """Makes a GPTModel look up the rotary angles of each packed token's own `position_ids`, not of its place in a row."""
+    """Makes a GPTModel rotate each packed token by its `position_ids`, not by its place in a row."""
     rotary = model.rotary_pos_emb
     table, positions = rotary.forward, []
     rotary.forward = lambda *args, **kwargs: table(*args, **kwargs)[positions[-1]]
