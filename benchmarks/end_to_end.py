@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +47,7 @@ from megarl.types import Group, Prompt, Sample, TrainBatch
 __all__ = ["CASES", "even_share", "megarl_steps", "megarl_update", "trl_steps", "trl_update"]
 
 HERE = "benchmarks.end_to_end"
+CONFIGS = Path(__file__).parents[1] / "configs"
 GRPO: dict[str, Any] = {
     "advantage": "grpo",
     "advantage_options": {"std": "unbiased", "eps": 1e-4},
@@ -100,7 +102,7 @@ def even_share(*, tokens: Sequence[int], **_unused: Any) -> float:
 
 
 def _config(model: str, /, **values: Any) -> Config:
-    base = load_config(Path("configs/smollm2.yaml" if model else "configs/quickstart.yaml"))
+    base = load_config(CONFIGS / ("smollm2.yaml" if model else "quickstart.yaml"))
     fields = base.model_dump(mode="json")
     fields["algorithm"] = fields["algorithm"] | GRPO
     fields["rewards"] = [{"name": f"{HERE}:even_share"}]
@@ -112,7 +114,7 @@ def _config(model: str, /, **values: Any) -> Config:
 def _folder(model: str, parent: Path) -> Path:
     if model:
         return Path(model).resolve()
-    create = yaml.safe_load(Path("configs/quickstart_sft.yaml").read_text())["model"]["create"]
+    create = yaml.safe_load((CONFIGS / "quickstart_sft.yaml").read_text())["model"]["create"]
     return create_model(Create(**create), parent / "model")
 
 
@@ -145,8 +147,9 @@ def megarl_update(model: str, prompts: int, samples: int, response: int) -> Call
         with tempfile.TemporaryDirectory() as parent:
             folder, config = _folder(model, Path(parent)), _config(model)
             recorded = _recorded(folder, config, prompts, samples, response)
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            if not dist.is_initialized():
+                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+                dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             train = Train(dtype="fp32", lr=1e-5, max_tokens_per_microbatch=config.train.max_tokens_per_microbatch)
             layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
             trainer = Trainer.build(read_model(folder), layout, train=train, folder=folder, device=device)
@@ -157,7 +160,7 @@ def megarl_update(model: str, prompts: int, samples: int, response: int) -> Call
             start = time.perf_counter()
             update = learner.update(scored).updates[0]
             seconds = time.perf_counter() - start
-            dist.destroy_process_group()
+            trainer.close()
         return Outcome(np.array([update.grad_norm]), seconds, {"grad_norm": update.grad_norm})
 
     return cache(call)
@@ -274,7 +277,7 @@ def _train_trl(
         callbacks=[Clock()],
     )
     trainer.train()
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(times)]
     lengths = {log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log}
     assert lengths == {float(response)}, lengths
     return {"seconds": seconds, "grad_norm": trainer.state.log_history[0]["grad_norm"]}
