@@ -25,6 +25,9 @@ BENCHES: dict[str, Bench] = {
         "log-probs from hidden states and their gradients against verl, TRL, Megatron-Core", "benchmarks.logprobs"
     ),
     "convert": Bench("a 2 GB model converted by a fresh process against a plain copy", "benchmarks.convert"),
+    "end_to_end": Bench(
+        "GRPO steps of fixed length against TRL's, whole jobs in fresh processes", "benchmarks.end_to_end"
+    ),
     "sync": Bench("weights shard to shard against full tensors on every rank, 4 and 8 gloo ranks", "benchmarks.sync"),
 }
 

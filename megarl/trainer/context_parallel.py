@@ -50,7 +50,7 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _RowStack:
+class RowStack:
     """Chunks of similar length, padded to the longest, for one `Score` call. Padding repeats a row's first position."""
 
     query_RL: Tensor  # [R, L] int64: positions of the queries
@@ -75,8 +75,15 @@ def attend(
         gathered = gather_from_sequence_parallel_region(torch.cat([key_QGD, value_QGE], -1), group=group)
         in_order = gathered.index_select(0, positions.argsort().to(gathered.device))
         key_PGD, value_PGE = in_order.split([key_QGD.shape[-1], value_QGE.shape[-1]], -1)
+    return attend_stacks(query_QHD, key_PGD, value_PGE, list(_stacks(lengths, context)), score)
+
+
+def attend_stacks(
+    query_QHD: Tensor, key_PGD: Tensor, value_PGE: Tensor, stacks: Sequence[RowStack], score: Score
+) -> Tensor:  # [Q, H * E]
+    """Attention of each stack, in the order of the positions of its queries."""
     outputs, positions = [], []
-    for stack in _stacks(lengths, context):
+    for stack in stacks:
         q, k, v = (
             x.index_select(0, index.flatten().to(x.device)).unflatten(0, index.shape).transpose(1, 2)
             for x, index in ((query_QHD, stack.query_RL), (key_PGD, stack.key_RK), (value_PGE, stack.key_RK))
@@ -88,7 +95,16 @@ def attend(
     return torch.cat(outputs).index_select(0, order).flatten(1)
 
 
-def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[_RowStack]:
+def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> list[RowStack]:
+    """Whole rows whose position p is computed at `slot_P[p]`; an output is kept where `is_own_P`, once per slot."""
+    stacks = []
+    for stack in _stacks(lengths, Axis(1, 0)):
+        real = stack.real[is_own_P[stack.query_RL.flatten()[stack.real]]]
+        stacks.append(RowStack(slot_P[stack.query_RL], slot_P[stack.key_RK], None, real))
+    return stacks
+
+
+def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[RowStack]:
     """The queries of this rank's chunks, and the keys of each row up to them."""
     start_N = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     size_N = torch.tensor(lengths) // row_multiple(context.size)
@@ -101,7 +117,7 @@ def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[_RowStack]:
             query_RL = start_R1 // context.size + index * size_R1 + torch.where(is_real, query_L, 0)
             key_RK = start_R1 + torch.where(key_K < (chunk + 1) * size_R1, key_K, 0)
             distance_RLK = None if context.size == 1 else (chunk * size_R1 + query_L)[..., None] - key_K
-            yield _RowStack(query_RL, key_RK, distance_RLK, is_real.flatten().nonzero().flatten())
+            yield RowStack(query_RL, key_RK, distance_RLK, is_real.flatten().nonzero().flatten())
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:

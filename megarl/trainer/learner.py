@@ -52,7 +52,11 @@ class PolicyLearner:
         The gate sees the batch with its old log-probs: before the update, or where they are those of the update's own
         forward pass, between its backward pass and the optimizer's step.
         """
-        plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
+        train = self.trainer.train
+        # rows of a group share their prompt, in a micro-batch large enough for the group
+        is_whole = self.trainer.shares_prefixes and _largest_group(batch) <= train.max_tokens_per_microbatch
+        units = batch.group.tolist() if is_whole else None
+        plan = plan_microbatches(batch, self.trainer.layout, train, units=units)
         if batch.old_logprobs is None and (len(plan.rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))
         metrics: dict[str, float] = {"packing/efficiency": plan.efficiency}
@@ -96,3 +100,8 @@ class PolicyLearner:
         logprobs_T = self.trainer.forward(batch).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
+
+
+def _largest_group(batch: TrainBatch) -> int:
+    """Returns the most tokens of one group."""
+    return int(batch.group.bincount(batch.cu_seqlens.diff()).max()) if batch.group.numel() else 0

@@ -1,5 +1,6 @@
 """Packs rows of a batch end to end into one model input; with context parallelism, only this rank's chunks of them.
 
+Where prefixes are shared, tokens with which several rows begin, such as the prompt of a group, are computed once.
 Each row is padded so that context parallelism can split it (context_parallel.py), and a dummy row is appended so that
 sequence parallelism can split the total. M real positions, P >= M including all padding, Q = P / C of them on each of
 C context ranks, S of those Q read by the head.
@@ -8,7 +9,7 @@ C context ranks, S of those Q read by the head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 
 from megarl.layout import Axis
 from megarl.platform.device import to_device
-from megarl.trainer.context_parallel import local_positions, row_multiple
+from megarl.trainer.context_parallel import RowStack, local_positions, row_multiple, shared_stacks
 from megarl.types import MicrobatchRows, TokenBatch
 
 
@@ -31,15 +32,29 @@ class Microbatch:
     packed: PackedSeqParams  # padded rows and the dummy row, over all context ranks
     source: Tensor  # [Q] int64, on the CPU: which of the M positions, -1 for padding
     lengths: tuple[int, ...]  # of the rows
-    padded: tuple[int, ...]  # lengths of the padded rows and the dummy row, P together
+    padded: tuple[int, ...]  # of the padded rows and the dummy row, P together; one row where prefixes are shared
     rows: MicrobatchRows  # real rows only
     read: Tensor  # [S] int64: positions of Q that the head reads
     read_rows: Tensor  # [S] int64: the same positions among the M
     labels: Tensor  # [S] int64
 
 
+@dataclass
+class SharedRows(PackedSeqParams):
+    """One row to Megatron; `stacks` has the real ones. Rotary embeddings must go by position (rope.py)."""
+
+    stacks: list[RowStack] = field(default_factory=list)
+
+
 def pack(
-    batch: TokenBatch, rows: Sequence[int], is_read_T: Tensor, *, tensor: int, context: Axis, device: torch.device
+    batch: TokenBatch,
+    rows: Sequence[int],
+    is_read_T: Tensor,
+    *,
+    tensor: int,
+    context: Axis,
+    device: torch.device,
+    share: bool = False,  # prefixes; without context parallelism only
 ) -> Microbatch:
     """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
@@ -47,30 +62,58 @@ def pack(
     index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
-    if num_dummy := -sum(padded) % (tensor * multiple) if rows else tensor * multiple:
+    first_P = (
+        _first_positions([batch.tokens[start:end] for start, end in spans]) if share else torch.arange(sum(padded))
+    )
+    num_own = int((first_P == torch.arange(len(first_P))).sum())
+    if num_dummy := -num_own % (tensor * multiple) if rows else tensor * multiple:
         padded.append(num_dummy)
+        first_P = torch.cat([first_P, torch.arange(len(first_P), sum(padded))])
     position_P = torch.cat([torch.arange(length) for length in padded])
     is_real_P = torch.cat([torch.arange(p) < n for p, n in zip(padded, [*lengths, 0], strict=False)])
     source_P = torch.where(is_real_P, is_real_P.cumsum(0) - 1, -1)
-    local_Q = local_positions(padded, context)
+    is_own_P = first_P == torch.arange(len(first_P))
+    local_Q = is_own_P.nonzero().flatten() if share else local_positions(padded, context)
+    slot_P = torch.full_like(first_P, -1).index_put((local_Q,), torch.arange(len(local_Q)))[first_P]
     source = source_P[local_Q]
     is_real = source >= 0
-    read = is_real.index_put((is_real,), is_read_T[index][source[is_real]]).nonzero().flatten()
-    read_rows = source[read]
+    is_read_P = (slot_P >= 0) & is_real_P & torch.cat([is_read_T[index], is_real_P[:1]])[source_P]
+    read, read_rows = slot_P[is_read_P], source_P[is_read_P]
     tokens = torch.zeros_like(source).index_put((is_real,), batch.tokens[index][source[is_real]])
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     return Microbatch(
         tokens=to_device(tokens[None], device),
         positions=to_device(position_P[local_Q][None], device),
-        packed=_rows(padded, context.size, device),
+        packed=_shared(padded, slot_P, is_own_P, device) if share else _rows(padded, context.size, device),
         source=source,
         lengths=tuple(lengths),
-        padded=tuple(padded),
+        padded=(len(local_Q),) if share else tuple(padded),
         rows=MicrobatchRows(tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)),
         read=to_device(read, device),
         read_rows=to_device(read_rows, device),
         labels=to_device(batch.labels[index][read_rows], device),
     )
+
+
+def _first_positions(rows: Sequence[Tensor]) -> Tensor:
+    """Returns [P]: for each position of `rows`, end to end, the first with the same tokens up to there, of a row that
+    follows without a row that begins otherwise between them."""
+    first, start, leader, leader_start = [torch.arange(0)], 0, torch.arange(0), 0
+    for row in rows:
+        longest = min(len(row), len(leader))
+        num_shared = int((row[:longest] == leader[:longest]).cumprod(0).sum())
+        if not num_shared:
+            leader, leader_start = row, start
+        own = torch.arange(start + num_shared, start + len(row))
+        first += [torch.arange(leader_start, leader_start + num_shared), own]
+        start += len(row)
+    return torch.cat(first)
+
+
+def _shared(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: torch.device) -> SharedRows:
+    whole = _rows([int(is_own_P.sum())], 1, device)
+    whole.max_seqlen_q = whole.max_seqlen_kv = max(lengths)
+    return SharedRows(**vars(whole), stacks=shared_stacks(lengths, slot_P, is_own_P))
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:

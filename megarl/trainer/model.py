@@ -19,7 +19,7 @@ from megarl.layout import Layout, stage_layers
 from megarl.models.registry import padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.trainer.layers import block_spec
-from megarl.trainer.rope import scaled_frequencies
+from megarl.trainer.rope import rotate_by_position, scaled_frequencies
 
 
 def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
@@ -48,9 +48,20 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
         )
         if shape.rope_scaling and shape.latent is None:
             model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+        if shares_prefixes(shape, layout, use_te=use_te):
+            rotate_by_position(model)
         patch_chunk(model, layout, last=last)
         models.append(model)
     return models
+
+
+def shares_prefixes(shape: ModelShape, layout: Layout, *, use_te: bool) -> bool:
+    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU.
+
+    Not with experts, whose router terms count every token, nor where Megatron rotates or sends rows itself.
+    """
+    is_plain = shape.bridge is None and shape.latent is None and not shape.is_moe
+    return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 
 
 def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:

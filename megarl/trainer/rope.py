@@ -6,6 +6,7 @@ Megatron-Core implements YaRN only for latent attention; elsewhere these frequen
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,3 +50,13 @@ def yarn_factor(shape: ModelShape) -> float:
     if shape.rope_scaling.get("rope_type") != "yarn":
         return 1.0
     return 0.1 * math.log(max(1.0, float(shape.rope_scaling["factor"]))) + 1.0
+
+
+def rotate_by_position(model: Any) -> None:
+    """Makes a GPTModel rotate each packed token by its `position_ids`, not by its place in a row."""
+    rotary = model.rotary_pos_emb
+    table, positions = rotary.forward, []
+    rotary.forward = lambda *args, **kwargs: table(*args, **kwargs)[positions[-1]]
+    model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: positions.__setitem__(slice(None), [kwargs["position_ids"][0]]), with_kwargs=True
+    )

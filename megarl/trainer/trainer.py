@@ -38,7 +38,7 @@ from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.load import load_hf
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
-from megarl.trainer.model import build_model, local_tensors
+from megarl.trainer.model import build_model, local_tensors, shares_prefixes
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
@@ -181,7 +181,7 @@ class Trainer:
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        microbatches = self._pack(batch, ranks[self.layout.dp.rank])
+        microbatches = self._pack(batch, ranks[self.layout.dp.rank], share=self.shares_prefixes)
         if self.router_losses is not None:
             self.router_losses.begin(microbatches, weights_T, self.device)
 
@@ -213,11 +213,16 @@ class Trainer:
         (ranks,) = plan_rows(lengths, dp=dp.size, updates=1, max_tokens=max_tokens, multiple=multiple)
         return self._pack(batch, ranks[dp.rank])
 
-    def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...]) -> list[Microbatch]:
+    @property
+    def shares_prefixes(self) -> bool:
+        return shares_prefixes(self.shape, self.layout, use_te=self.device.type == "cuda")
+
+    def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...], *, share: bool = False) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
         microbatches = [
-            pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device) for part in rows
+            pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device, share=share)
+            for part in rows
         ]
         if self.model[0].config.variable_seq_lengths:
             return microbatches

@@ -10,6 +10,18 @@ RANKS = "dist/test_trainer.py"
 
 TRAINER = [
     (
+        "trainer/rope.py",
+        "table(*args, **kwargs)[positions[-1]]",
+        "table(*args, **kwargs)",
+        f"{LEARNER}::test_shared_prefixes_change_no_update",
+    ),
+    (
+        "trainer/context_parallel.py",
+        "slot_P[stack.key_RK]",
+        "stack.key_RK % len(slot_P.unique())",
+        f"{LEARNER}::test_shared_prefixes_change_no_update",
+    ),
+    (
         "algorithms/objective.py",
         '(clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))',
         '(clipped(batch.rewards.double(), "raw"), batch.baseline.double())',

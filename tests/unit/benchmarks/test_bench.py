@@ -133,10 +133,13 @@ SMALLEST = {
     "advantages": ("ours", {"name": "reinforce_pp", "rewards": "kl", "rows": 16, "length": 32}),
     "losses": ("ours", {"rows": 16, "length": 32}),
     "packing": ("ffd", {"items": 64, "longest": 16384}),
+    "end_to_end": ("megarl_update", {"model": "", "prompts": 2, "samples": 4, "response": 4}),
 }
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "end_to_end" else ()) for name in SMALLEST]
+)
 def test_the_smallest_case_runs(name: str) -> None:
     function, arguments = SMALLEST[name]
     output = getattr(import_module(BENCHES[name].module), function)(**arguments)()

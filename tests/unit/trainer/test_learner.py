@@ -169,3 +169,18 @@ def test_a_value_head_learns(tmp_path: Path) -> None:
         assert {"value_head.weight", "value_head.bias"} <= set(state), "a checkpoint holds it"
         trainer.close()
     assert losses[30] == pytest.approx(losses[10_000], rel=1e-4)
+
+
+def test_shared_prefixes_change_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for shares in (True, False):
+        learner, scored = make_learner(tmp_path)
+        for start in scored.cu_seqlens[:-1].tolist():
+            scored.tokens[start : start + 3] = scored.labels[start : start + 2] = torch.tensor(1)
+        assert learner.trainer.shares_prefixes
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer_module.Trainer, "shares_prefixes", shares)
+            reports.append(learner.update(scored).updates[0])
+        learner.trainer.close()
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-6) and reports[0].grad_norm > 1e-3
+    assert reports[0].loss == pytest.approx(reports[1].loss, abs=1e-6)
