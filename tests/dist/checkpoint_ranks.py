@@ -89,8 +89,8 @@ def run_chain(folder: Path, model: Path, dtype: str, layouts: list[dict[str, int
             gathered_by_megatron(trainer, folder / f"resumed_{number}")
             for part in rank_state.parts_of(trainer.optimizer):
                 for moments in part.optimizer.state.values():
-                    for tensor in moments.values():
-                        tensor.zero_()
+                    moments["exp_avg"].zero_()
+                    moments["exp_avg_sq"].zero_()
             rank_state.load([chunk.module for chunk in trainer.model], folder / f"megatron_{number}", trainer.optimizer)
             found[f"{number} from Megatron's files"] = differences(resumed, state_of(trainer))
         train_supervised(trainer, random_batch(num_rows=8, seed=number))
