@@ -203,8 +203,8 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        "if self.member.rank < size - 1:",
-        "if leads and size > 1:",
+        "parts[(self.replica.rank - hop) % self.replica.size]",
+        "parts[(self.replica.rank + hop) % self.replica.size]",
         "unit/benchmarks/test_ranks512.py",
     ),
     (
