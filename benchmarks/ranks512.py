@@ -102,11 +102,11 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def exchange(world: int, samples: int, tokens: int) -> dict[str, Any]:
-    """`world` ranks, replicas of two; `samples` per replica."""
+def exchange(world: int, samples: int, tokens: int, members: int = 2) -> dict[str, Any]:
+    """`world` ranks, replicas of `members`; `samples` per replica."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
-        arguments = (world, world // 2 * samples, tokens, folder)
+        arguments = (world, members, world // members * samples, tokens, folder)
         ranks = [context.Process(target=_exchange_rank, args=(rank, *arguments)) for rank in range(world)]
         for process in ranks:
             process.start()
@@ -125,11 +125,11 @@ def exchange(world: int, samples: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _exchange_rank(rank: int, world: int, count: int, tokens: int, folder: str) -> None:
+def _exchange_rank(rank: int, world: int, members: int, count: int, tokens: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    requests, member = requests_of(count), Axis(2, rank % 2)
-    replica = Axis(world // 2, rank // 2)
+    requests, member = requests_of(count), Axis(members, rank % members)
+    replica = Axis(world // members, rank // members)
     mine = [make_sample(x.prompt, x.index, tokens, x.seed) for x in deal(requests, replica.size)[replica.rank]]
     prepared = Prepared(mine)
     share = Exchange(prepared, prepared, replica=replica, member=member)

@@ -203,8 +203,8 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        "if self.member.rank < size - 1:",
-        "if leads and size > 1:",
+        "parts[(self.replica.rank - hop) % self.replica.size]",
+        "parts[(self.replica.rank + hop) % self.replica.size]",
         "unit/benchmarks/test_ranks512.py",
     ),
     (
@@ -287,8 +287,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "_request(by_id[sample.prompt_id], sample, self.answer) for sample in samples",
-        "_request(prompts[0], sample, self.answer) for sample in samples",
+        "_request(self._prompts[sample.prompt_id], sample",
+        "_request(next(iter(self._prompts.values())), sample",
         f"{SCORER}::test_prompts_are_matched_by_id",
     ),
     (

@@ -9,9 +9,9 @@ import sys
 from benchmarks.ranks512 import CASES, MEMBERS, WORLD, one_rank
 
 
-def test_four_real_ranks_receive_each_byte_once():
-    """Each of two replicas receives the other's samples, and passes both on to its second rank."""
-    arguments = json.dumps({"world": 4, "samples": 8, "tokens": 64})
+def test_real_ranks_receive_each_byte_once():
+    """Three replicas of three: a ring that has a direction, and a chain that passes on."""
+    arguments = json.dumps({"world": 9, "members": 3, "samples": 8, "tokens": 64})
     command = [sys.executable, "-m", "benchmarks.ranks512", "exchange", arguments]
     figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert figures["received_over_samples"] == 1.0 < figures["padded_all_gather_over_samples"] / 2
