@@ -71,8 +71,10 @@ def check_library_options(config: Any) -> Iterator[str]:
             if not _matches(name, harmless):
                 broken = next(what for names, what in breaks.items() if _matches(name, names))
                 if not is_unsafe:
-                    raise ValueError(f"{key}.{name}={value} may break {broken}; remove it, or set {key}.unsafe=true")
-                yield f"{key}.{name}={value} may break {broken}; {key}.unsafe=true accepts that"
+                    raise ValueError(
+                        f"{key}.{name}={value} may break a guarantee: {broken}; remove it, or set {key}.unsafe=true"
+                    )
+                yield f"{key}.{name}={value} may break a guarantee: {broken}; {key}.unsafe=true accepts that"
 
 
 def _matches(name: str, patterns: str) -> bool:
