@@ -225,9 +225,10 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
             WeightFormat(hf_shapes(shape), torch.bfloat16),
             ranks_per_replica=1,
             table=table,
-            **({"span": measured} if subtracts else {}),
         )
-        if not subtracts:
+        if subtracts:
+            publisher.span = measured
+        else:
             stage = publisher._stage
             publisher._stage = lambda parameters: _within(measured("staging"), stage, parameters)  # type: ignore[method-assign]
         phases = TimedPhases(measured, lambda values: None, DEVICE, trainer.memory, side)

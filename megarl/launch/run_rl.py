@@ -176,13 +176,15 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
         evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
         evaluation.forget(start)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
+        weights = publisher(rank, trainer, engine, parity)
+        weights.span = phases.part
         run = RlRun(
             prompts=prompts,
             rollouts=_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=replace(learner, span=phases.part),
             objective=objective,
-            weights=publisher(rank, trainer, engine, parity, phases.part),
+            weights=weights,
             evaluation=evaluation,
             checks=parity,
             phases=phases,
@@ -314,7 +316,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe, span: Span = nullcontext) -> Publisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
@@ -346,5 +348,4 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe, span: 
         probe=probe,
         is_atomic=config.sync.atomic,
         ranks_per_node=fleet.ranks_per_node,
-        span=span,
     )

@@ -126,9 +126,7 @@ class Memory:
         """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
         assert self.optimizer is not None
         parts = [*_parts(self.optimizer)]
-        mains = [
-            x for part in parts if part.config.bf16 for group in part.optimizer.param_groups for x in group["params"]
-        ]
+        mains = [x for part in parts if part.config.bf16 for g in part.optimizer.param_groups for x in g["params"]]
         states = [state for part in parts for state in part.optimizer.state.values()]
         self._offload("optimizer", mains + [x for state in states for name, x in state.items() if name != "step"])
 

@@ -147,6 +147,8 @@ def plan_slices(
 class Publisher:
     """roles.Weights."""
 
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # of "staging"
+
     def __init__(
         self,
         plan: Plan,
@@ -160,7 +162,6 @@ class Publisher:
         probe: Probe | None = None,
         is_atomic: bool = True,
         ranks_per_node: int | None = None,  # None: all ranks are on one node
-        span: Callable[[str], AbstractContextManager[None]] = nullcontext,  # of "staging"
     ) -> None:
         """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or receive passes None.
 
@@ -171,7 +172,7 @@ class Publisher:
         self.ranks_per_node = ranks_per_node or transport.world
         self._parameters = sender.parameters if sender else dict[str, Tensor]
         self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
-        self._span, self._pinned = span, 0  # bytes staged on the host so far: torch keeps them for the next sync
+        self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
         self.executor = PlanExecutor(plan, transport, weights.dtype, self._device)
         self._is_proven = False
         mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
@@ -258,7 +259,7 @@ class Publisher:
                 self._pinned = max(self._pinned, -room)
             staged[message.index] = flat
 
-        with self._span("staging"):
+        with self.span("staging"):
             self._compare(self.executor.run(parameters, stage, include_local=False))
         return staged
 
