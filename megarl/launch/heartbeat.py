@@ -146,7 +146,7 @@ class Heartbeats:
             if pid and is_stopped(pid):
                 how, remedy = "is stopped, by a signal or a debugger", f"`kill -CONT {pid}` continues it"
                 limit_s = self.timeout_s / 2
-            elif seconds < min(SILENT_S, limit_s):
+            elif seconds < min(SILENT_S, limit_s) or not (pid or state):  # under torchrun it has not begun
                 return None
         elif state is None or state.is_waiting:
             how, remedy, seconds = "waits where most ranks do not", "it left out or added a collective", waits

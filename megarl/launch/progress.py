@@ -3,8 +3,8 @@
     rank: a thread --Sampler.sample--> State, every beat --slot or store--> observer --find_late--> the rank to name
 
 A rank waits if its main thread is in a communication call, or if torch's flight recorder has an unfinished collective
-(gloo records no point-to-point messages, vLLM's own kernels nothing). It is stuck if it does not wait, and for STALL_S
-has neither moved nor computed. So the ranks' collectives, which differ between pipeline stages, need no comparison.
+of NCCL (gloo leaves finished ones open, and records no point-to-point messages). It is stuck if it does not wait, and
+for STALL_S has neither moved nor computed. So the ranks' collectives need no comparison.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _pending_collective() -> tuple[str, object]:
     """The oldest collective that this rank has begun and not completed, and how many each group has begun."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=True)) if c10d else {}
-    for entry in record.get("entries", ()):
+    for entry in (e for e in record.get("entries", ()) if e["profiling_name"].startswith("nccl")):
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         return f"{entry['profiling_name']} {number} of group {' '.join(entry['process_group'])}", record["pg_status"]
     return "", record.get("pg_status")

@@ -26,7 +26,7 @@ SFT = [
     "checkpoint.every=1000",  # so that only a save at the end can be resumed
     "checkpoint.export_hf=end",
     "launch.processes=2",
-    "launch.timeout_s=30",
+    "launch.timeout_s=60",
 ]
 MOE = [
     "configs/tiny_moe.yaml",
@@ -126,7 +126,7 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
     assert 3 <= int(saved.removeprefix("step_")) < 20 and is_equal(tmp_path, "whole", "slurm")
 
 
-def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 30) -> None:
+def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 60) -> None:
     """The rank is named, the code is 3, and the run, started again, ends like one that was left alone."""
     where, how, rank = stall.split(":")
     name = f"{where}-{how}"
@@ -186,7 +186,7 @@ def test_sigterm_in_a_rollout(tmp_path: Path, tensor: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_under_torchrun_the_ranks_watch_each_other(tmp_path: Path) -> None:
-    config, *overrides = [*sums(tmp_path), "task.name=stall_task:sums", "parallel.pipeline=2"]
+    config, *overrides = [*sums(tmp_path), "task.name=stall_task:sums", "parallel.pipeline=2", "launch.timeout_s=120"]
     env = child_env(
         NNODES=1, NODE_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=20_000 + os.getpid() % 20_000, NPROC=2,
         PYTHON=sys.executable, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}", OMP_NUM_THREADS=1, STALL="p2p:stop:1",

@@ -155,3 +155,10 @@ def test_a_sample_shows_where_the_main_thread_is(file: str, is_waiting: bool, is
     assert samples[1].stack.startswith(f"<module> ({'/'.join(file.split('/')[-2:])}:3) < test_a_sample")
     assert (samples[1].is_waiting, samples[1].is_limited) == (is_waiting, is_limited)
     assert samples[0].seconds == pytest.approx(0.0, abs=0.02) and samples[1].seconds > 0.04 > samples[1].cpu_s
+
+
+def test_a_rank_that_torchrun_has_not_started_is_not_silent() -> None:
+    said = []
+    heartbeats = Heartbeats(lambda rank: (0, ""), 0.1, 0.01, said.append)
+    assert watch(heartbeats, {1: 0}, within_s=0.3) is None and not said
+    assert watch(heartbeats, {1: os.getpid()}, within_s=5) is not None, "megarl's own launcher knows that it runs"
