@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megarl.platform.env import get_env
 
