@@ -147,7 +147,7 @@ def plan_slices(
 class Publisher:
     """roles.Weights."""
 
-    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # of "staging"
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of "staging"
 
     def __init__(
         self,
