@@ -6,8 +6,8 @@
 #
 # All nodes must see the same run.dir and model.path (a shared file system). The world is NNODES x NPROC ranks; data
 # parallelism follows from it and from the sizes in the config. torchrun exits with 1 on any failure: the real exit
-# code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs. SIGTERM to this script saves and ends the run. The network between the nodes must be
-# private: torchrun, gloo and NCCL let everyone join who can reach their ports.
+# code is in runs/<name>/exit.json, and every rank's log in runs/<name>/logs. SIGTERM to this script saves and ends the
+# run. The network between the nodes must be private: torchrun, gloo and NCCL let everyone join who can reach their ports.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
