@@ -160,7 +160,7 @@ class Checkpoints:
                 "start over with checkpoint.resume=never"
             )
         objects = self._objects() | (_sharded_random() if same_world else {})
-        loaded: Any = dist_checkpointing.load(objects, str(source))
+        loaded: dict[str, Any] = {**dist_checkpointing.load(objects, str(source))}
         for number, chunk in enumerate(self._chunks()):
             chunk.load_state_dict(loaded.get(f"objects{number}", {}), strict=False)
         self.trained.scheduler.load_state_dict(common["schedule"])

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from megarl.trainer.context_parallel import attend, attend_stacks
-from megarl.trainer.microbatch import SharedRows
 from megarl.trainer.moe import BalancedRouter
 
 
@@ -69,8 +68,8 @@ class PackedAttention(torch.nn.Module):
         **_unused: Any,
     ) -> Tensor:  # [T, H * E]
         assert packed_seq_params is not None and attention_bias is None, "supports only packed rows without a bias"
-        if isinstance(packed_seq_params, SharedRows):
-            return attend_stacks(query, key, value, packed_seq_params.stacks, self._attend)
+        if stacks := getattr(packed_seq_params, "stacks", None):  # of SharedRows
+            return attend_stacks(query, key, value, stacks, self._attend)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         return attend(query, key, value, lengths, self.context, self._attend)
 
