@@ -81,7 +81,7 @@ def test_fields_are_those_of_vllm():
 
 
 def test_what_megarl_sets_itself_is_not_harmless():
-    """Of the engine's settings, but for the two that a CPU needs."""
+    """Of the engine's settings, but for the three that a CPU needs."""
     engine = Path(library_options.__file__).parents[1].joinpath("rollout/engine.py").read_text()
     ours = [
         line.split('"')[1] for line in engine.split("settings: dict")[1].split("}\n")[0].splitlines() if '": ' in line
@@ -89,7 +89,7 @@ def test_what_megarl_sets_itself_is_not_harmless():
     harmless = LIBRARIES[ENGINE][3]
     assert len(ours) > 10
     assert {name for name in ours if library_options._matches(name, harmless)} == {
-        "kv_cache_memory_bytes", "enable_chunked_prefill",
+        "block_size", "kv_cache_memory_bytes", "enable_chunked_prefill",
     }  # fmt: skip
 
 
