@@ -105,7 +105,7 @@ class Device(TorchDispatchMode):
             self._host[storage._cdata] = weakref.ref(storage)
             return buffer
 
-        users = [m for m in list(sys.modules.values()) if made and getattr(m, "host_bytes", None) is made]
+        users = [m for m in list(sys.modules.values()) if made and vars(m).get("host_bytes") is made]
         for module in users:
             module.host_bytes = host_bytes  # type: ignore[attr-defined]
         try:

@@ -160,9 +160,10 @@ class Checkpoints:
                 "start over with checkpoint.resume=never"
             )
         objects = self._objects() | (_sharded_random() if same_world else {})
-        loaded: dict[str, Any] = {**dist_checkpointing.load(objects, str(source))}
+        loaded: Any = dist_checkpointing.load(objects, str(source))
         for number, chunk in enumerate(self._chunks()):
-            chunk.load_state_dict(loaded.get(f"objects{number}", {}), strict=False)
+            name = f"objects{number}"
+            chunk.load_state_dict(loaded[name] if name in loaded else {}, strict=False)
         self.trained.scheduler.load_state_dict(common["schedule"])
         self.prompts.restore(common["prompts"])
         if same_world:

@@ -2,14 +2,13 @@
 
     rank: a thread --Sampler.sample--> State, every beat --slot or store--> observer --find_late--> the rank to name
 
-A rank waits if its main thread is in a communication call, or if torch's flight recorder has an unfinished collective
-of NCCL (gloo leaves finished ones open, and records no point-to-point messages). It is stuck if it does not wait, and
-for STALL_S has neither moved nor computed. So the ranks' collectives need no comparison.
+A rank waits if its main thread is in a communication call. It is stuck if it does not wait, and for STALL_S has neither
+moved nor computed. So the ranks' collectives, which differ between pipeline stages, need no comparison. (torch's flight
+recorder is of no use: it keeps gloo's finished collectives open, and reading it takes 60 ms.)
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -20,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.launch.exit_codes import CurrentPhase
 
@@ -37,7 +36,7 @@ class State(NamedTuple):
     pid: int
     host: str
     phase: str
-    operation: str  # a collective and its number, or an engine step
+    operation: str  # an engine step, or empty
     is_waiting: bool  # for other ranks
     is_limited: bool  # elsewhere: a reward waits for other programs, start-up for disks and compilers
     seconds: float  # since anything of it changed
@@ -62,31 +61,21 @@ class Sampler:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(main)]
         frames = [frame for frame in frames if not frame[0].endswith(WRAPPERS)]
-        (pending, numbers), phase, steps = _pending_collective(), self._phase.name, self._phase.engine_steps
-        if (place := (frames, numbers, phase, steps)) != self._place:
+        phase, steps = self._phase.name, self._phase.engine_steps
+        if (place := (frames, phase, steps)) != self._place:
             self._place, self._began, self._cpu = place, time.monotonic(), time.process_time()
         shown = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in frames[:SHOWN_FRAMES]]
         return State(
             os.getpid(),
             HOST,
             phase,
-            pending or f"engine step {steps}" * (phase == "rollout"),
-            bool(pending or (frames and WAITS.search(frames[0][0]))),
+            f"engine step {steps}" * (phase == "rollout"),
+            bool(frames and WAITS.search(frames[0][0])),
             phase == "start-up" or any("/megarl/rewards/" in file for file, _, _ in frames),
             time.monotonic() - self._began,
             time.process_time() - self._cpu,
             " < ".join(shown),
         )
-
-
-def _pending_collective() -> tuple[str, object]:
-    """The oldest collective that this rank has begun and not completed, and how many each group has begun."""
-    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    record = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=True)) if c10d else {}
-    for entry in (e for e in record.get("entries", ()) if e["profiling_name"].startswith("nccl")):
-        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-        return f"{entry['profiling_name']} {number} of group {' '.join(entry['process_group'])}", record["pg_status"]
-    return "", record.get("pg_status")
 
 
 def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:

@@ -90,8 +90,7 @@ class Engine:
                 "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
                 "enforce_eager": eager,
                 "moe_backend": _moe_backend(),
-                # on a CPU, vLLM cannot split a prompt of a seeded request: "CPU Generator does not use offset"
-                "enable_chunked_prefill": False if on_cpu else None,
+                "enable_chunked_prefill": False if on_cpu else None,  # vLLM's "CPU Generator does not use offset"
                 "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
@@ -131,17 +130,17 @@ class Engine:
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
                 self.receiver.abort()  # without weights there is no version to serve if the sync fails
-            self.bytes_asleep -= torch.cuda.mem_get_info()[0]
+            self.bytes_asleep -= _free_bytes()
             self._llm.sleep(level=level)
-            self.bytes_asleep += torch.cuda.mem_get_info()[0]
+            self.bytes_asleep += _free_bytes()
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, part: str) -> None:
         """Restores the memory of the "weights" before a sync, or of the "kv_cache" before sampling."""
         if part in self._asleep:
-            self.bytes_asleep -= torch.cuda.mem_get_info()[0]
+            self.bytes_asleep -= _free_bytes()
             self._llm.wake_up(tags=[part])
-            self.bytes_asleep += torch.cuda.mem_get_info()[0]
+            self.bytes_asleep += _free_bytes()
             self._asleep.remove(part)
 
     def sample(
@@ -266,6 +265,10 @@ class Engine:
                 done = [output for output in self._llm.llm_engine.step() if output.finished]
                 if done:
                     yield [(numbers[output.request_id], output) for output in done]
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
