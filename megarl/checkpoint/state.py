@@ -163,7 +163,7 @@ class Checkpoints:
         loaded: Any = dist_checkpointing.load(objects, str(source))
         for number, chunk in enumerate(self._chunks()):
             name = f"objects{number}"
-            chunk.load_state_dict(loaded[name] if name in loaded else {}, strict=False)
+            chunk.load_state_dict(loaded[name] if name in objects else {}, strict=False)
         self.trained.scheduler.load_state_dict(common["schedule"])
         self.prompts.restore(common["prompts"])
         if same_world:
