@@ -32,11 +32,11 @@ python=${PYTHON:-.venv/bin/python}
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
     -m megarl.cli train "$@"
 ) &
-agent=$!
+torchrun=$!
 # shellcheck disable=SC2046
-trap 'kill -TERM $(cat "/proc/$agent/task/$agent/children") || true' TERM
-while kill -0 "$agent" 2>/dev/null; do
+trap 'kill -TERM $(cat "/proc/$torchrun/task/$torchrun/children") || true' TERM
+while kill -0 "$torchrun" 2>/dev/null; do
   status=0
-  wait "$agent" || status=$? # that of a trapped signal, if torchrun is still there
+  wait "$torchrun" || status=$? # that of a trapped signal, if torchrun is still there
 done
 exit "$status"
