@@ -28,7 +28,8 @@ def test_overlap_and_buckets(tmp_path):
         assert case["kept outputs"] == plain, f"{name}: no bit differs"
         buckets = case["buckets"]
         assert buckets["buckets"] > plain["buckets"] and not buckets["replicas_differ"], name
-        assert buckets["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6), name
-        assert buckets["loss"] == pytest.approx(plain["loss"], rel=1e-6), name
+        for key in ("grad_norm", "loss"):  # of the later updates, Adam has divided small gradients by each other
+            assert buckets[key][0] == pytest.approx(plain[key][0], rel=1e-6), name
+            assert buckets[key] == pytest.approx(plain[key], rel=1e-5), name
         if case["parallel"]:  # two ranks to sum over: no order
             assert (buckets["weights"], buckets["loss"]) == (plain["weights"], plain["loss"]), name

@@ -48,7 +48,6 @@ def caller_is(name: str) -> Callable[[], bool]:
 
 def plant() -> None:
     import torch.distributed as dist
-    from megatron.core.distributed import param_and_grad_buffer
 
     from megarl.weights.transports.collective import Collective
 
@@ -57,6 +56,8 @@ def plant() -> None:
     if WHERE == "alltoall":
         dist.all_to_all_single = planted(dist.all_to_all_single)
     if WHERE == "reduce":
+        from megatron.core.distributed import param_and_grad_buffer
+
         group = param_and_grad_buffer._ParamAndGradBucketGroup
         group.start_grad_sync = planted(group.start_grad_sync)
     if WHERE == "sync":
