@@ -136,8 +136,8 @@ def test_gpt_oss_trains(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_prompt_is_computed_once_for_all_its_samples(tmp_path: Path) -> None:
-    """As vLLM counts its tokens, but for its last, incomplete block of 32, in every layout. (The prompts of step 0 are in
-    the cache, from the probe.)"""
+    """As vLLM counts its tokens, but for its last, incomplete block of 32, in every layout. (The prompts of step 0 are
+    in the cache, from the probe.)"""
     overrides = ["train.steps=2", "task.options={vocab: 67, least: 65, most: 100}", "rollout.max_prompt_tokens=100"]
     for processes in (1, 2):
         done = train(tmp_path, "tiny_dense", f"run.name={processes}", f"launch.processes={processes}", *overrides)
