@@ -156,7 +156,7 @@ class Heartbeats:
         else:
             how, remedy, seconds = SLOW, "wait, or look at the stack", max(waits, state.seconds)
         where = f" on {state.host}" * (state.host != HOST) if state else ""
-        text = f"rank {rank} (process {pid or (state and state.pid)}{where}) {how}, since {seconds:.0f} s"
+        text = f"rank {rank} (process {pid or (state and state.pid)}{where}) {how}, for {seconds:.0f} s"
         text += f" ({state or 'start-up'}){self._victims(rank)}: {remedy}"
         text += f"; the run ends after {limit_s:g} s" if limit_s < math.inf else ""
         if (rank, how) not in self._reported:
@@ -168,7 +168,7 @@ class Heartbeats:
         """What another rank waits in; a stopped rank's own state is that of its last beat."""
         waits = [(state.seconds, rank) for rank, state in self.states.items() if state.is_waiting and rank != late]
         seconds, rank = max(waits, default=(0.0, 0))
-        return f"; {len(waits)} wait, rank {rank} for {seconds:.0f} s ({self.states[rank]})" if waits else ""
+        return f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})" if waits else ""
 
 
 def is_stopped(pid: int) -> bool:

@@ -81,13 +81,14 @@ class Sampler:
 def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:
     """Returns (late ranks, ranks that wait).
 
-    Late are those that are stuck; if none is, and others wait, those that do not, which are only slow; and if all
-    wait, those that wait in another operation than most: they left out or added a collective.
+    Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late, though only slow. If all
+    wait, those are late that wait in another phase or operation than most: they left out or added a collective.
     """
     waiting = [rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S]
     if stuck := [rank for rank, state in states.items() if state.is_stuck and (waiting or not state.is_limited)]:
         return stuck, waiting
     if len(waiting) < len(states):
         return [rank for rank, state in states.items() if waiting and not state.is_waiting], waiting
-    usual = [name for name, _ in Counter(state.operation for state in states.values()).most_common(1)]
-    return [rank for rank, state in states.items() if state.operation not in usual], waiting
+    places = {rank: (state.phase, state.operation) for rank, state in states.items()}
+    usual = [place for place, _ in Counter(places.values()).most_common(1)]
+    return [rank for rank, place in places.items() if place not in usual], waiting

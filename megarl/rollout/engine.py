@@ -90,7 +90,7 @@ class Engine:
                 "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
                 "enforce_eager": eager,
                 "moe_backend": _moe_backend(),
-                "enable_chunked_prefill": False if on_cpu else None,  # vLLM's "CPU Generator does not use offset"
+                "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
                 "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests

@@ -232,7 +232,8 @@ SYSTEM = [
         for file, text, mistake, test in [
             ("progress", "self.cpu_s < self.seconds * BUSY_CPU", "True", "test_who_is_late"),
             ("progress", "return stuck, waiting", "return list(states), waiting", "test_who_is_late"),
-            ("progress", "if state.operation not in usual]", "]", "test_who_is_late"),
+            ("progress", "if place not in usual]", "]", "test_who_is_late"),
+            ("progress", "(state.phase, state.operation)", "state.operation", "test_who_is_late"),
             ("progress", '"/megarl/rewards/" in file', "False", "test_a_sample_shows_where_the_main_thread_is"),
             ("progress", "p2p_communication|", "", "test_a_sample_shows_where_the_main_thread_is"),
             (

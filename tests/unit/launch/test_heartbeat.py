@@ -88,6 +88,7 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
         ([WAITS, STUCK, BUSY, MOVES], [1]),  # who computes may wait for it later
         ([WAITS, MOVES, BUSY], [1, 2]),
         ([WAITS, WAITS, WAITS._replace(operation="all_gather 7")], [2]),
+        ([WAITS, WAITS, WAITS._replace(phase="sync")], [2]),
         ([WAITS, WAITS, WAITS], []),  # the network
         ([WAITS, WAITS._replace(seconds=1.0)], []),  # a moment ago it did something else
         ([MOVES, WAITS._replace(seconds=20.0)], []),
@@ -107,9 +108,9 @@ def test_who_is_late(states: list[State], late: list[int]) -> None:
 @pytest.mark.parametrize(
     ("state", "how", "ends"),
     [
-        (STUCK, "neither moves nor computes, since 40 s (rollout, engine step 7, at step", True),
-        (BUSY, "is late, but not stuck, since 41 s", False),
-        (STUCK._replace(is_limited=True), "is late, but not stuck, since 41 s", False),  # a reward of 41 s
+        (STUCK, "neither moves nor computes, for 40 s (rollout, engine step 7, at step", True),
+        (BUSY, "is late, but not stuck, for 41 s", False),
+        (STUCK._replace(is_limited=True), "is late, but not stuck, for 41 s", False),  # a reward of 41 s
         (STUCK._replace(pid=1, host="node7"), "rank 1 (process 1 on node7) neither moves", True),
     ],
 )
@@ -120,7 +121,7 @@ def test_a_late_rank_is_named_with_its_stack_and_its_victims(state: State, how: 
     failure = heartbeats.check({0: 0, 1: 0})
     assert (failure is not None) == ends and heartbeats.suspect and heartbeats.suspect.rank == 1
     (line,) = said
-    assert how in line and "; 1 wait, rank 0 for 40 s (rollout, all_reduce 7, at step (a/b.py:1))" in line
+    assert how in line and "; waiting: 1, rank 0 for 40 s (rollout, all_reduce 7, at step (a/b.py:1))" in line
     assert ("; the run ends after 35 s" in line) == ends
     heartbeats.check({0: 0, 1: 0})
     assert len(said) == 1, "reported once"
