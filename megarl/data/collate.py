@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
 
 def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
     """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""
+    cu_seqlens = torch.tensor([0, *(tokens.numel() for tokens, _ in rows)]).cumsum(0)
+    tokens_T = _flat([tokens for tokens, _ in rows], torch.int64)
     return TokenBatch(
-        tokens=_flat([tokens for tokens, _ in rows], torch.int64),
-        labels=_flat([_shifted(tokens, 0) for tokens, _ in rows], torch.int64),
-        mask=_flat([_shifted(trainable, False) for _, trainable in rows], torch.bool),
-        cu_seqlens=torch.tensor([0, *(tokens.numel() for tokens, _ in rows)]).cumsum(0),
+        tokens=tokens_T,
+        labels=_shifted(tokens_T, cu_seqlens),
+        mask=_shifted(_flat([trainable for _, trainable in rows], torch.bool), cu_seqlens),
+        cu_seqlens=cu_seqlens,
         temperature=temperature,
     )
 
@@ -49,21 +52,25 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
     samples = [sample for _, _, sample in rows]
     is_masked = [mask_truncated and sample.finish == "length" for sample in samples]
-    masks = [_shifted(s.trainable & (not masked), False) for s, masked in zip(samples, is_masked, strict=True)]
-    reward_rows = [_place_rewards(sample, mask) for sample, mask in zip(samples, masks, strict=True)]
-    logprobs = [torch.where(m, _shifted(s.rollout_logprobs, 0.0), 0.0) for s, m in zip(samples, masks, strict=True)]
-    tokens = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=temperature)
-    outcome_N = torch.tensor([position for _, _, position in reward_rows], dtype=torch.int64)
+    trainable = [
+        torch.zeros_like(s.trainable) if masked else s.trainable for s, masked in zip(samples, is_masked, strict=True)
+    ]
+    tokens = token_batch(
+        [(sample.tokens, row) for sample, row in zip(samples, trainable, strict=True)], temperature=temperature
+    )
+    rewards = torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32)
+    token_rewards, step_ends, outcome_at = _place_rewards(samples, rewards, tokens)
+    logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)
     return TrainBatch(
         tokens=tokens.tokens,
         labels=tokens.labels,
-        mask=_flat(masks, torch.bool),
-        rollout_logprobs=_flat(logprobs, torch.float32),
-        token_rewards=_flat([rewards for rewards, _, _ in reward_rows], torch.float32),
-        step_ends=_flat([ends for _, ends, _ in reward_rows], torch.bool),
-        outcome_at=torch.where(outcome_N < 0, -1, outcome_N + tokens.cu_seqlens[:-1]),
+        mask=tokens.mask,
+        rollout_logprobs=torch.where(tokens.mask, logprobs_T, 0.0),
+        token_rewards=token_rewards,
+        step_ends=step_ends,
+        outcome_at=outcome_at,
         cu_seqlens=tokens.cu_seqlens,
-        rewards=torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32),
+        rewards=rewards,
         baseline=torch.tensor([group.baseline or 0.0 for _, group, _ in rows], dtype=torch.float32),
         group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
@@ -77,9 +84,11 @@ def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=dtype), *(row.to(dtype) for row in rows)])
 
 
-def _shifted(x_L: Tensor, last: float) -> Tensor:
-    """Moves the value of token t + 1 to position t; the last position gets `last`."""
-    return torch.cat([x_L[1:], x_L.new_full((min(x_L.numel(), 1),), last)])
+def _shifted(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Moves the value of token t + 1 of a row to position t; the last position of a row gets 0."""
+    shifted_T = x_T.roll(-1)
+    shifted_T[cu_seqlens[1:][cu_seqlens.diff() > 0] - 1] = 0
+    return shifted_T
 
 
 def _reward(sample: Sample) -> float:
@@ -87,24 +96,30 @@ def _reward(sample: Sample) -> float:
     return sample.reward
 
 
-def _place_rewards(sample: Sample, mask_L: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns rewards [L], step ends [L] and the position of the outcome reward, -1 if there is none.
+def _place_rewards(samples: Sequence[Sample], rewards_N: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards, -1 where there is none.
 
     The reward of a masked position moves to the trained one before it. If there is none, the row is not trained on:
     its mask is set to False in place. The outcome is a step that ends at the last trained position, even if it is 0;
     a process step that ends there as well is merged with it, and their rewards add up.
     """
-    rewards_L, ends_L = torch.zeros(mask_L.numel()), torch.zeros(mask_L.numel(), dtype=torch.bool)
-    trained = mask_L.nonzero().flatten().tolist()
-    if trained and any(token <= trained[0] for token, _ in sample.step_rewards):
-        mask_L.fill_(False)
-        trained = []
-    if not trained:
-        return rewards_L, ends_L, -1
-    outcome = [(trained[-1], _reward(sample))] if sample.has_outcome else []
-    # token t + 1 is trained at position t
-    steps = [(trained[bisect_left(trained, token) - 1], reward) for token, reward in sample.step_rewards]
-    for position, reward in (*outcome, *steps):
-        rewards_L[position] += reward
-        ends_L[position] = True
-    return rewards_L, ends_L, trained[-1] if sample.has_outcome else -1
+    trained_K = tokens.mask.nonzero().flatten()
+    bounds, trained = torch.searchsorted(trained_K, tokens.cu_seqlens).tolist(), trained_K.tolist()
+    positions_N = [trained[first:end] for first, end in pairwise(bounds)]
+    outcomes, steps = [], []
+    for sample, positions, start in zip(samples, positions_N, tokens.cu_seqlens.tolist(), strict=False):
+        if positions and any(start + token <= positions[0] for token, _ in sample.step_rewards):
+            tokens.mask[positions] = False
+            positions = []
+        outcomes.append(positions[-1] if positions and sample.has_outcome else -1)
+        if positions:  # token t + 1 is trained at position t
+            steps += [(positions[bisect_left(positions, start + t) - 1], reward) for t, reward in sample.step_rewards]
+    outcome_N = torch.tensor(outcomes, dtype=torch.int64)
+    rewards_T, ends_T = torch.zeros(tokens.mask.numel()), torch.zeros_like(tokens.mask)
+    is_placed_N = outcome_N >= 0
+    rewards_T[outcome_N[is_placed_N]] = rewards_N[is_placed_N]
+    ends_T[outcome_N[is_placed_N]] = True
+    for position, reward in steps:
+        rewards_T[position] += reward
+        ends_T[position] = True
+    return rewards_T, ends_T, outcome_N

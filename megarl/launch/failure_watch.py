@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from megarl.launch.exit_codes import CurrentPhase, Failure, to_record
 from megarl.launch.heartbeat import Heartbeats
 from megarl.launch.progress import Sampler
-from megarl.platform.env import Env
+from megarl.platform.env import Env, get_env
 
 KEY, BEAT = "megarl/failed", "megarl/beat"
 POLL_S, BEAT_S = 1.0, 5.0
@@ -31,7 +31,7 @@ Call = Callable[..., object]
 
 
 class FailureWatch:
-    """A second connection to torchrun's store: the process group's own connection blocks during collectives.
+    """A second connection to the job's store: the process group's own connection blocks during collectives.
 
     It ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
     """
@@ -39,7 +39,9 @@ class FailureWatch:
     def __init__(self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call) -> None:
         self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank
         address, timeout = (env.master_addr, env.master_port), timedelta(seconds=CONNECT_S)
-        self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+        # without torchrun's agent, rank 0 serves the store, here and then for the process group
+        serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store = TCPStore(*address, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True)
         self._heartbeats = Heartbeats(self._read, timeout_s, every_s=BEAT_S, say=say)
         self._observed = {0: range(env.world_size), env.world_size - 1: range(1)}.get(env.rank, ())
         threading.Thread(target=self._poll, daemon=True).start()

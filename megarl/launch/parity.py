@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ from megarl.weights.transports import Transport
 PROBE_PROMPTS = 8
 MOE_PROBE_PROMPTS = 32
 PROBE_TOKENS = 32  # that the engine adds to each
-DRAWS = 4  # of rounding errors
+DRAWS, ENOUGH = 4, 2048  # of rounding errors, at most; tokens in all draws
 REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
 
@@ -88,7 +89,7 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
-    """A collective of the trainer's ranks: one forward pass, and DRAWS with rounding errors."""
+    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors."""
     eps = rounding_of(trainer)
 
     def logprobs() -> Tensor:
@@ -97,7 +98,7 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
         return logprobs_T[batch.mask]
 
     exact_K, noise = logprobs(), []
-    for draw in range(DRAWS):
+    for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))):
         with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
             noise.append(logprobs() - exact_K)
     return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR))

@@ -175,6 +175,7 @@ class Engine:
                 logprobs=0,  # the sampled token only
                 flat_logprobs=True,  # one list, instead of a dictionary per token
                 detokenize=False,
+                skip_clone=True,  # the copy would be deep
             )
             for request in requests
         ]

@@ -17,14 +17,14 @@ MATHS = "unit/rewards/test_maths.py"
 BATCHES = [
     (
         "data/collate.py",
-        "masks = [_shifted(s.trainable & (not masked), False)",
-        "masks = [s.trainable & (not masked)",
+        "mask=_shifted(_flat([trainable for _, trainable in rows], torch.bool), cu_seqlens)",
+        "mask=_flat([trainable for _, trainable in rows], torch.bool)",
         f"{COLLATE}::test_shift_labels_mask_and_logprobs",
     ),
     (
         "data/collate.py",
-        "trained[bisect_left(trained, token) - 1], reward)",
-        "trained[-1], reward)",
+        "positions[bisect_left(positions, start + t) - 1], reward)",
+        "positions[-1], reward)",
         f"{COLLATE}::test_step_rewards_on_masked_tokens_move_back",
     ),
     (
@@ -47,8 +47,8 @@ BATCHES = [
     ),
     (
         "data/collate.py",
-        "outcome = [(trained[-1], _reward(sample))] if sample.has_outcome else []",
-        "outcome = [(trained[-1], _reward(sample))]",
+        "positions[-1] if positions and sample.has_outcome else -1",
+        "positions[-1] if positions else -1",
         f"{COLLATE}::test_an_outcome_of_zero_is_a_step_and_a_mere_sum_of_steps_is_none",
     ),
     (
