@@ -119,9 +119,14 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
 # Estimators of one advantage per token [T].
 
 
-def reinforce(batch: _Batch, *, gamma: float = 1.0) -> Tensor:
-    """REINFORCE: A_t = sum over later tokens t' of gamma^(t' - t) r_t', in trained tokens. Williams 1992."""
-    return batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
+def reinforce(batch: _Batch, *, gamma: float = 1.0, total: bool = False) -> Tensor:
+    """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens. Williams 1992.
+
+    Args:
+        total: of every token, the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
+    """
+    return_T = batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
+    return batch.rows.spread(batch.rows.first(return_T)) if total else return_T
 
 
 def reinforce_pp(batch: _Batch, *, gamma: float = 1.0) -> Tensor:

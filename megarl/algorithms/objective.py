@@ -11,8 +11,9 @@ T = tokens of the batch, M = tokens of one micro-batch, N = rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import nan
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megarl.types import (
     MicrobatchRows,
     ObjectiveState,
     ScoredBatch,
+    StepReport,
     TokenBatch,
     TokenLosses,
     TokenOutputs,
@@ -86,6 +88,16 @@ class Objective:
             kl_coef=coef,
         )
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))
+
+    def after_updates(self, batch: ScoredBatch, report: StepReport, state: ObjectiveState) -> ObjectiveState:
+        """Adapts the coefficient of a KL term against the old policy to KL(old || policy) in the last update."""
+        kl, updates = self.algorithm.kl, report.updates
+        if kl.against != "old" or kl.target is None or not updates:
+            return state
+        trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
+        mean = updates[-1].metrics.get("kl/old", nan)
+        coef = adapt(state.kl_coef, mean, target=kl.target, horizon=kl.horizon, num_samples=trained)
+        return replace(state, kl_coef=coef)
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -144,12 +156,13 @@ class Objective:
         new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
         clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
         sums |= {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
+        ref_M = old_M
         if algorithm.needs_reference:
             assert batch.ref_logprobs is not None, "the KL term needs reference log-probs"
             ref_M = clean(rows.select(batch.ref_logprobs), mask_M)
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
-            if algorithm.kl.where == "loss":
-                loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
+        if algorithm.kl.coef and algorithm.kl.where == "loss":
+            loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
         if outputs.entropy_T is not None:
             sums["entropy"] = clean(outputs.entropy_T, mask_M)
             if algorithm.entropy_coef:
@@ -166,7 +179,7 @@ class Objective:
         weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
         if squared:
             metrics["correction/ess"] = weight**2 / squared
-        if metrics and self.algorithm.needs_reference:
+        if metrics and self.algorithm.kl.coef:
             metrics["kl/coef"] = batch.kl_coef
         return metrics
 

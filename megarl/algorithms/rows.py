@@ -82,6 +82,11 @@ class Rows:
                 reach *= 2
         return self._scatter(y_K)
 
+    def first(self, x_T: Tensor) -> Tensor:
+        """[N]: the value at each row's first True position; 0 for a row without any."""
+        first_N = torch.cat([self.num_tokens_N.new_zeros(1), self.num_tokens_N.cumsum(0)[:-1]])
+        return torch.cat([x_T[self.mask_T], x_T.new_zeros(1)])[first_N] * (self.num_tokens_N > 0)
+
     def next(self, x_T: Tensor) -> Tensor:
         """[T]: the value at the row's next True position, 0 on the last of a row and on False positions."""
         next_K = torch.cat([x_T[self.mask_T][1:], x_T.new_zeros(1)])[: int(self.num_tokens_N.sum())]

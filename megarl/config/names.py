@@ -9,7 +9,7 @@ _WHITENED = ("whiten", "std", "eps")
 _CLIP = ("clip_low", "clip_high")
 
 ADVANTAGES: dict[str, tuple[str, ...]] = {
-    "reinforce": ("gamma", *_WHITENED),
+    "reinforce": ("gamma", "total", *_WHITENED),
     "rloo": ("singleton", *_WHITENED),
     "reinforce_pp": ("gamma", *_WHITENED),
     "reinforce_pp_baseline": ("singleton", *_WHITENED),

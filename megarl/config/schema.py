@@ -101,6 +101,8 @@ class Reward(Section):
 class KlTerm(Section):
     """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
 
+    # old: the policy before the first update on the batch, as PPO penalises (arXiv 1707.06347, section 4)
+    against: Literal["reference", "old"] = "reference"
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
     coef: NonNegativeFloat = 0.0
@@ -169,7 +171,7 @@ class Algorithm(Section):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.coef > 0
+        return self.kl.coef > 0 and self.kl.against == "reference"
 
 
 class ParallelSizes(Section):
@@ -210,7 +212,8 @@ class Rollout(Section):
 class Train(Section):
     steps: NonNegativeInt = 100
     prompts_per_step: PositiveInt = 32
-    updates_per_step: PositiveInt = 1
+    updates_per_step: PositiveInt = 1  # optimizer steps in one pass over a batch
+    epochs_per_batch: PositiveInt = 1  # passes over a batch; from the second on, its prompts are shuffled among updates
     lr: NonNegativeFloat = 1.0e-6
     min_lr: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0

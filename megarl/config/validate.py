@@ -225,6 +225,14 @@ def _check_objective(config: Config) -> None:
             "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would ignore most of the KL "
             "that kl.where=reward adds to every token; set kl.where=loss"
         )
+    if kl.against == "old" and kl.where == "reward":
+        raise ValueError("algorithm.kl.against=old is 0 before the first update, where rewards are; set kl.where=loss")
+    num_updates = config.train.updates_per_step * config.train.epochs_per_batch
+    if kl.against == "old" and kl.coef > 0 and num_updates == 1:
+        raise ValueError(
+            "algorithm.kl.against=old has no effect with one update per batch, made at the old policy itself; "
+            "raise train.epochs_per_batch or train.updates_per_step"
+        )
     if kl.target is not None and kl.coef == 0:
         raise ValueError(f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; set kl.coef")
     if kl.importance_weighted and kl.where == "reward":

@@ -13,6 +13,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from random import Random
 
 import numpy as np
 
@@ -29,11 +30,17 @@ MAX_SWAPS = 1000
 
 
 def plan_microbatches(
-    batch: TokenBatch, layout: Layout, train: Train, *, units: Sequence[int] | None = None
+    batch: TokenBatch,
+    layout: Layout,
+    train: Train,
+    *,
+    units: Sequence[int] | None = None,
+    shuffle: str | None = None,
 ) -> MicrobatchPlan:
     """Plans one batch: which rows each rank runs in each micro-batch of each update.
 
     Rows of one unit (consecutive equal ids, such as the two rows of a preference pair) stay in one micro-batch.
+    `shuffle` is the seed of a random order of groups, None that of the batch.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     rows = plan_rows(
@@ -44,6 +51,7 @@ def plan_microbatches(
         groups=batch.group.tolist() if isinstance(batch, TrainBatch) else units,
         units=units,
         multiple=microbatch_multiple(layout),
+        shuffle=shuffle,
     )
     trained_N = np.diff(np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()])
     num_tokens = tuple(int(sum(trained_N[list(bin)].sum() for rank in update for bin in rank)) for update in rows)
@@ -64,6 +72,7 @@ def plan_rows(
     groups: Sequence[int] | None = None,
     units: Sequence[int] | None = None,
     multiple: int = 1,
+    shuffle: str | None = None,
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
@@ -76,6 +85,10 @@ def plan_rows(
     all_rows = range(len(lengths))
     row_units, row_groups = units or all_rows, groups or all_rows
     rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]
+    if shuffle is not None:
+        units_of_group = [list(part) for _, part in groupby(rows_of_unit, key=lambda rows: row_groups[rows[0]])]
+        Random(shuffle).shuffle(units_of_group)
+        rows_of_unit = [rows for part in units_of_group for rows in part]
     lengths_U = np.array([sum(lengths[row] for row in rows) for rows in rows_of_unit], dtype=np.int64)
     ranges = _split_groups([row_groups[rows[0]] for rows in rows_of_unit], updates)
     planned = [_plan_update(np.asarray(part, np.int64), lengths_U, dp, max_tokens, multiple) for part in ranges]

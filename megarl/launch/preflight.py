@@ -60,6 +60,7 @@ def describe(config: Config, job: Job) -> str:
     train, shape = config.train, job.model
     moe = f", {shape.experts} experts ({shape.experts_per_token} per token)" if shape.is_moe else ""
     per_update = job.rows // train.updates_per_step
+    epochs = f" in each of {train.epochs_per_batch} epochs" if train.epochs_per_batch > 1 else ""
     samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage == "rl" else ""
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage == "rl" else ""
@@ -70,7 +71,7 @@ def describe(config: Config, job: Job) -> str:
         f"({shape.kv_heads} kv), vocabulary {shape.vocab}{moe}",
         f"processes  {job.world} on {device}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most {job.longest_row} tokens; "
-        f"{train.updates_per_step} updates of {per_update} rows, "
+        f"{train.updates_per_step} updates of {per_update} rows{epochs}, "
         f"micro-batches of at most {train.max_tokens_per_microbatch} tokens",
         f"run        {train.steps} steps -> {run_dir(config)}",
     ]

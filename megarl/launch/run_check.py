@@ -17,7 +17,7 @@ RANDOM_TOKENS = 8
 
 
 def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
-    train = config.train.model_copy(update={"updates_per_step": 1})
+    train = config.train.model_copy(update={"updates_per_step": 1, "epochs_per_batch": 1})
     with open_rank(config.model_copy(update={"train": train}), env, phase) as rank:
         prompts = make_prompts(rank).take(NUM_ROWS)
         if config.stage == "sft":

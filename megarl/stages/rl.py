@@ -49,6 +49,7 @@ def train(run: RlRun) -> None:
                 update = run.learner.update(
                     scored, gate=run.checks.parity
                 )  # the gate acts before the first optimizer step
+                run.state = run.objective.after_updates(scored, update, run.state)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():

@@ -56,26 +56,33 @@ class PolicyLearner:
         # rows of a group share their prompt, in a micro-batch large enough for the group
         is_whole = self.trainer.shares_prefixes and _largest_group(batch) <= train.max_tokens_per_microbatch
         units = batch.group.tolist() if is_whole else None
-        plan = plan_microbatches(batch, self.trainer.layout, train, units=units)
-        if batch.old_logprobs is None and (len(plan.rows) > 1 or self.objective.selects_tokens):
+        plans = [
+            plan_microbatches(batch, self.trainer.layout, train, units=units, shuffle=self._order(epoch))
+            for epoch in range(train.epochs_per_batch)
+        ]
+        num_updates, updates = sum(len(plan.rows) for plan in plans), list[UpdateReport]()
+        if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))
-        metrics: dict[str, float] = {"packing/efficiency": plan.efficiency}
+        metrics: dict[str, float] = {"packing/efficiency": plans[0].efficiency}
 
         def judge(outputs: TokenOutputs) -> None:
+            nonlocal batch
+            batch = replace(batch, old_logprobs=outputs.logprobs_T)
             if gate is not None:
-                metrics.update(gate(replace(batch, old_logprobs=outputs.logprobs_T)))
+                metrics.update(gate(batch))
 
         is_scored = batch.old_logprobs is not None
         if is_scored:
             judge(TokenOutputs(batch.old_logprobs))
-        before_step = None if is_scored or gate is None else judge
+        is_judged = is_scored or (gate is None and num_updates == 1)
         with self.span("update"):
-            weights_T = self.objective.weights(batch, plan)
-            updates = tuple(
-                self._update(batch, part, weights_T, i, before_step) for i, part in enumerate(plan.updates())
-            )
+            for plan in plans:
+                weights_T = self.objective.weights(batch, plan)
+                for part in plan.updates():
+                    before_step = None if is_judged or updates else judge
+                    updates.append(self._update(batch, part, weights_T, len(updates), before_step))
             self.trainer.finish_batch()
-        return StepReport(updates, metrics)
+        return StepReport(tuple(updates), metrics)
 
     def _update(
         self,
@@ -95,6 +102,12 @@ class PolicyLearner:
         needs_entropy = self.objective.algorithm.entropy_coef != 0
         report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy)
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
+
+    def _order(self, epoch: int) -> str | None:
+        """Returns the seed of an epoch's order of groups; where an update takes all of them there is none."""
+        if epoch == 0 or self.trainer.train.updates_per_step == 1:
+            return None
+        return f"{self.seed} {self.trainer.scheduler.step} {epoch}"
 
     def _logprobs(self, batch: TrainBatch) -> Tensor:
         logprobs_T = self.trainer.forward(batch).logprobs_T

@@ -1,15 +1,15 @@
-"""Several nodes, as two torchruns on this machine: the script launches one job, and one rank's failure ends it all."""
+"""Several nodes, as two torchruns or two bare ranks on this machine: one job, and one rank's failure ends it all."""
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from start_ranks import environ, free_port
 
 from megarl.platform.env import child_env
 
@@ -27,18 +27,18 @@ def rows(split):
 """
 
 
-def nodes(folder: Path, *overrides: str) -> list[tuple[int, str]]:
-    """(exit code, what it said) of scripts/torchrun_multinode.sh on each of two nodes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
+def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[int, str]]:
+    """(exit code, what it said) of the script on each of two nodes, or of two ranks as srun starts them."""
+    port, started = free_port(), []
     for rank in range(2):
         env = child_env(
             NNODES=2, NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC=1, PYTHON=sys.executable,
-            PYTHONPATH=str(folder), OMP_NUM_THREADS=1,
+            PYTHONPATH=str(folder), OMP_NUM_THREADS=1, **({} if torchrun else environ(rank, 2, port)),
         )  # fmt: skip
-        command = ["bash", "scripts/torchrun_multinode.sh", "configs/tiny_dense.yaml", f"run.dir={folder}", *overrides]
+        launcher = (
+            ["bash", "scripts/torchrun_multinode.sh"] if torchrun else [sys.executable, "-m", "megarl.cli", "train"]
+        )
+        command = [*launcher, "configs/tiny_dense.yaml", f"run.dir={folder}", *overrides]
         started.append(
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -59,11 +59,12 @@ def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "nodes" / "exit.json").read_text())["code"] == 0
 
 
-def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path, torchrun: bool) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     began = time.monotonic()
     task = ["task.name=failing:rows", "task.options={}", "task.template=plain"]
-    done = nodes(tmp_path, "run.name=failed", "parallel.tensor=2", "launch.timeout_s=600", *task)
+    done = nodes(tmp_path, "run.name=failed", "parallel.tensor=2", "launch.timeout_s=600", *task, torchrun=torchrun)
     assert time.monotonic() - began < 400, "the other node waited for a collective's time-out"
     assert all(code != 0 for code, _ in done), done
     left = json.loads((tmp_path / "failed" / "exit.json").read_text())

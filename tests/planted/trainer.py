@@ -10,6 +10,42 @@ RANKS = "dist/test_trainer.py"
 
 TRAINER = [
     (
+        "trainer/learner.py",
+        "batch = replace(batch, old_logprobs=outputs.logprobs_T)",
+        "pass",
+        f"{LEARNER}::test_two_epochs_are_two_updates_by_hand",
+    ),
+    (
+        "trainer/learner.py",
+        'return f"{self.seed} {self.trainer.scheduler.step} {epoch}"',
+        'return f"{self.seed} {epoch}"',
+        f"{LEARNER}::test_every_epoch_trains_each_row_once_in_an_order_of_its_own",
+    ),
+    (
+        "algorithms/objective.py",
+        "ref_M = old_M\n",
+        "ref_M = new_M.detach()\n",
+        f"{OBJECTIVE}::test_kl_to_the_old_policy_needs_no_reference_and_adapts_after_the_updates",
+    ),
+    (
+        "data/packing.py",
+        "key=lambda rows: row_groups[rows[0]])]",
+        "key=lambda rows: rows[0])]",
+        "unit/data/test_packing.py::test_shuffled_groups_stay_whole",
+    ),
+    (
+        "algorithms/advantages.py",
+        "return batch.rows.spread(batch.rows.first(return_T)) if total else return_T",
+        "return return_T",
+        "unit/algorithms/test_formulas.py::test_returns_are_the_double_loop_and_skip_holes",
+    ),
+    (
+        "launch/failure_watch.py",
+        'serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"',
+        "serves = False",
+        "dist/test_nodes.py::test_a_failure_on_one_node_ends_the_other_and_is_said[False]",
+    ),
+    (
         "trainer/rope.py",
         "table(*args, **kwargs)[positions[-1]]",
         "table(*args, **kwargs)",
@@ -283,7 +319,7 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "before_step = None if is_scored or gate is None else judge",
+        "before_step = None if is_judged or updates else judge",
         "before_step = None",
         f"{LEARNER}::test_a_refusal_leaves_everything_untouched",
     ),

@@ -121,11 +121,14 @@ def test_returns_are_the_double_loop_and_skip_holes(gamma):
     rewards_T, mask_T = torch.randn(40, generator=random, dtype=F64), torch.rand(40, generator=random) < 0.6
     cu = torch.tensor([0, 13, 14, 40])
     ours = ADVANTAGES["reinforce"](rewards_T, mask_T, cu, torch.arange(3), gamma=gamma)
+    total_T = ADVANTAGES["reinforce"](rewards_T, mask_T, cu, torch.arange(3), gamma=gamma, total=True)
     for start, end in ((0, 13), (13, 14), (14, 40)):
         trained = [t for t in range(start, end) if mask_T[t]]
         for place, t in enumerate(trained):
             expected = sum(gamma**k * rewards_T[later] for k, later in enumerate(trained[place:]))
             assert ours[t] == pytest.approx(float(expected), abs=1e-12)
+            assert total_T[t] == ours[trained[0]]
+    assert not total_T[~mask_T].any()
 
 
 def test_gae_at_its_ends():

@@ -24,10 +24,12 @@ from megarl.types import (
     Prompt,
     Sample,
     ScoredBatch,
+    StepReport,
     TokenLosses,
     TokenOutputs,
     TokenScores,
     TrainBatch,
+    UpdateReport,
 )
 
 VOCAB = 11
@@ -126,6 +128,27 @@ def test_the_states_coefficient_is_the_one_in_force():
     state = replace(Objective(rules).initial_state(), kl_coef=0.0)
     scored, _ = Objective(rules).advantages(batch, make_logprobs(batch), state)
     torch.testing.assert_close(scored.advantages[last_trained(batch)], batch.rewards)
+
+
+def test_kl_to_the_old_policy_needs_no_reference_and_adapts_after_the_updates():
+    batch = make_batch()
+    kl = {"against": "old", "estimator": "k2", "coef": 0.3, "target": 0.1, "horizon": 100}
+    rules = algorithm(advantage="reinforce", kl=kl)
+    objective = Objective(rules)
+    assert not rules.needs_reference and not objective.reads_old_logprobs
+    state = objective.initial_state()
+    scored, _ = objective.advantages(batch, make_logprobs(batch), state)
+    new = (scored.old_logprobs + 0.2).requires_grad_()
+    without = replace(scored, kl_coef=0.0)
+    penalty = losses_of(new, scored, rules).loss - losses_of(new, without, rules).loss
+    torch.testing.assert_close(penalty, torch.where(batch.mask, 0.3 * 0.2**2 / 2, 0.0))
+    penalty.sum().backward()
+    torch.testing.assert_close(new.grad, torch.where(batch.mask, 0.3 * 0.2, 0.0))
+    for measured, factor in ((1.0, 1 + 0.2 * 16 / 100), (0.1, 1.0), (0.0, 1 - 0.2 * 16 / 100), (float("nan"), 1.0)):
+        updates = tuple(UpdateReport(0.0, 0.0, 0.0, False, {"kl/old": value}) for value in (9.0, measured))
+        after = objective.after_updates(scored, StepReport(updates), state)
+        assert after == replace(state, kl_coef=pytest.approx(0.3 * factor))
+        assert Objective(algorithm()).after_updates(scored, StepReport(updates), state) == state
 
 
 def test_nan_log_probs_outside_the_mask_change_nothing():

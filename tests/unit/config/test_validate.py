@@ -132,6 +132,16 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"algorithm": {"kl": {"estimator": "k1", "coef": 0.1}}}, {}, ["k1 in the loss", "k3+"]),
         (
+            {"algorithm": {"kl": {"where": "reward", "coef": 0.1, "against": "old"}}},
+            {},
+            ["kl.against=old", "kl.where=loss"],
+        ),
+        (
+            {"algorithm": {"kl": {"coef": 0.1, "against": "old"}}},
+            {},
+            ["one update per batch", "train.epochs_per_batch"],
+        ),
+        (
             {"algorithm": {"kl": {"where": "reward", "importance_weighted": True}}},
             {},
             ["importance_weighted=true", "kl.where=loss"],

@@ -96,6 +96,20 @@ def test_a_long_row_weighs_more_than_its_tokens():
     assert max(cost) < 1.01 * min(cost)
 
 
+def test_shuffled_groups_stay_whole():
+    groups, units = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], [0, 0, 1, 1, 2, 3, 4, 5, 6, 6, 7, 7]
+    options = {"dp": 2, "updates": 3, "max_tokens": 16, "groups": groups, "units": units}
+    in_order, *shuffled = (plan_rows([4] * 12, **options, shuffle=seed) for seed in (None, "a", "a", "b"))
+    assert shuffled[0] == shuffled[1] != shuffled[2] and in_order not in shuffled
+    for plan in shuffled:
+        updates = [[row for rank in update for bin in rank for row in bin] for update in plan]
+        assert sorted(row for update in updates for row in update) == list(range(12))
+        assert sorted(sorted({groups[row] for row in update}) for update in updates) != [[0, 1], [2, 3], [4, 5]]
+        assert sum(len({groups[row] for row in update}) for update in updates) == 6, "no group is split"
+        bins = [bin for update in plan for rank in update for bin in rank]
+        assert all({0, 1} <= set(bin) for bin in bins if 0 in bin), "one unit, one micro-batch"
+
+
 def test_interleaved_pipelines_get_a_multiple_of_their_stages():
     plan = plan_rows([8] * 10, dp=2, updates=1, max_tokens=16, multiple=4)
     assert [len(rank) for rank in plan[0]] == [4, 4]

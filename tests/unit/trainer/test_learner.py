@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from megarl.data.packing import plan_microbatches
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.heads import ValueHead
 from megarl.trainer.learner import PolicyLearner
-from megarl.types import CheckFailed, ScoredBatch, TokenLosses
+from megarl.trainer.trainer import Trainer
+from megarl.types import CheckFailed, MicrobatchPlan, ScoredBatch, TokenLosses, UpdateReport
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -86,6 +88,7 @@ def test_a_refusal_leaves_everything_untouched(tmp_path: Path, updates: int) -> 
         ({"kl": {"where": "loss", "coef": 0.1, "target": 0.1, "horizon": 100}}, {}, 3),
         ({"loss": "kl_cov"}, {}, 2),
         ({}, {"updates_per_step": 2}, 3),
+        ({}, {"epochs_per_batch": 2}, 2),
     ],
 )
 def test_no_forward_pass_is_made_twice(
@@ -97,6 +100,49 @@ def test_no_forward_pass_is_made_twice(
     learner, scored = make_learner(tmp_path, objective, **train)
     learner.update(scored, gate=lambda batch: {"seen": float(batch.old_logprobs[batch.mask].sum())})
     assert len(made) == passes
+    learner.trainer.close()
+
+
+def test_two_epochs_are_two_updates_by_hand(tmp_path: Path) -> None:
+    """The old log-probs are those before the first, where the ratio is 1."""
+    objective = Objective(Algorithm(advantage="reinforce"))
+    learner, scored = make_learner(tmp_path, objective, epochs_per_batch=2, lr=3e-2)
+    first, second = learner.update(scored).updates
+    after = state_of(learner)
+    learner.trainer.close()
+    assert first.metrics["kl/old"] == first.metrics["clip_frac"] == 0.0
+    assert second.metrics["kl/old"] > 1e-3 and second.metrics["clip_frac"] > 0.0
+
+    learner, scored = make_learner(tmp_path, objective, lr=3e-2)
+    old_T = learner.trainer.forward(scored).logprobs_T
+    scored = replace(scored, old_logprobs=old_T)
+    plan = plan_microbatches(scored, learner.trainer.layout, learner.trainer.train, units=scored.group.tolist())
+    weights_T, loss = objective.weights(scored, plan), objective.loss(scored)
+    by_hand = [learner.trainer.step(scored, plan, loss, weights_T) for _ in range(2)]
+    learner.trainer.finish_batch()
+    assert [(u.loss, u.grad_norm) for u in by_hand] == [(u.loss, u.grad_norm) for u in (first, second)]
+    assert same(after, state_of(learner))
+    learner.trainer.close()
+
+
+def test_every_epoch_trains_each_row_once_in_an_order_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, scored = make_learner(tmp_path, updates_per_step=4, epochs_per_batch=3)
+    plans, step = [], Trainer.step
+
+    def watched(trainer: Trainer, batch: ScoredBatch, plan: MicrobatchPlan, *args: Any, **options: Any) -> UpdateReport:
+        plans.append(plan.rows[0])
+        return step(trainer, batch, plan, *args, **options)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    for _ in range(2):
+        learner.update(scored)
+    rows = [sorted(row for rank in plan for bin in rank for row in bin) for plan in plans]
+    epochs = [tuple(map(tuple, rows[start : start + 4])) for start in range(0, len(rows), 4)]
+    assert all(sorted(row for update in epoch for row in update) == list(range(8)) for epoch in epochs)
+    assert epochs[0] == epochs[3], "the first epoch is in the order of the batch"
+    assert len({epochs[0], *epochs[1:3], *epochs[4:]}) > 2 and epochs[1:3] != epochs[4:], "by step and epoch"
     learner.trainer.close()
 
 
