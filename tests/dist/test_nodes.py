@@ -31,10 +31,9 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
     """(exit code, what it said) of the script on each of two nodes, or of two ranks as srun starts them."""
     port, started = free_port(), []
     for rank in range(2):
-        env = child_env(
-            NNODES=2, NODE_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NPROC=1, PYTHON=sys.executable,
-            PYTHONPATH=str(folder), OMP_NUM_THREADS=1, **({} if torchrun else environ(rank, 2, port)),
-        )  # fmt: skip
+        values = {"NNODES": 2, "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC": 1}
+        values |= {"PYTHON": sys.executable, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": 1}
+        env = child_env(**values | ({} if torchrun else environ(rank, 2, port)))
         launcher = (
             ["bash", "scripts/torchrun_multinode.sh"] if torchrun else [sys.executable, "-m", "megarl.cli", "train"]
         )
