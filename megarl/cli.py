@@ -186,6 +186,7 @@ def _run(
     command: str, path: str, overrides: Sequence[str], *, dry_run: bool = False, resume_changed: bool = False
 ) -> int:
     from megarl.config.load import load_config, run_dir
+    from megarl.config.validate import ENGINE_STAGES
     from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
     from megarl.launch.preflight import describe, preflight
     from megarl.launch.random_model import materialize_model
@@ -218,7 +219,7 @@ def _run(
     code = _launch(env, config, job, command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # no step has finished
-            if config.stage == "rl" and job.model.bridge is None:  # the planner needs a table
+            if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
                 _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
             _report([run_dir(config)])
     return code

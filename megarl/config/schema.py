@@ -324,7 +324,7 @@ class Telemetry(Section):
 
 
 class Config(Section):
-    stage: Literal["rl", "sft", "reward_model", "dpo"] = "rl"
+    stage: Literal["rl", "sft", "reward_model", "dpo", "iterative_grpo", "iterative_dpo", "best_of_n"] = "rl"
     run: RunSection = RunSection()
     model: Model = Model()
     checks: Checks = Checks()

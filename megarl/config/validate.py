@@ -28,6 +28,8 @@ from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
+STAGES = ("rl", "sft")  # of this version; each is megarl/launch/run_<stage>.py
+ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")
 RESERVED = (  # keys that must keep their defaults
     "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness", "precision.fp8",
 )  # fmt: skip
@@ -49,7 +51,7 @@ class Job:
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
-    has_engine = config.stage == "rl" or command in ENGINE_COMMANDS
+    has_engine = config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS
     _check_available(config)
     shape = model_shape(config)
     gpus = count_gpus()
@@ -70,7 +72,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     _check_lengths(config, shape)
     _check_train(config, gpus)
     unsafe = tuple(check_library_options(config))
-    rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage == "rl" else 1)
+    rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage in ENGINE_STAGES else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Job(
         world=world,
@@ -104,8 +106,9 @@ def model_shape(config: Config) -> ModelShape:
 
 def _check_available(config: Config) -> None:
     """Raises ValueError for settings that this version reserves but does not implement."""
-    if config.stage not in ("rl", "sft"):
-        raise ValueError(f"stage={config.stage} is not available in this version; choose rl or sft")
+    if config.stage not in STAGES:
+        stages = " or ".join(STAGES)
+        raise ValueError(f"stage={config.stage} is not available in this version; choose {stages}")
     for key in RESERVED:
         if (value := attrgetter(key)(config)) != (only := attrgetter(key)(Config())):
             shown, default = json.dumps(value), json.dumps(only)
@@ -176,7 +179,7 @@ def _check_algorithm(config: Config) -> None:
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
     selectable = names.SELECT.get(algorithm.loss, ())
     _check_options("algorithm.token_selection", f"loss={algorithm.loss}", algorithm.token_selection_options, selectable)
-    if config.stage != "rl":
+    if config.stage not in ENGINE_STAGES:
         return
     is_relative = algorithm.advantage in names.GROUP_ADVANTAGES
     has_raw = algorithm.advantage_options.get("singleton") == "raw"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config, Create
-from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
+from megarl.config.validate import ENGINE_COMMANDS, ENGINE_STAGES, Job, check_config
 from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
@@ -28,9 +28,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     folder = model_folder(model.path, model.revision) if model.path is not None else None
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-    is_evaluated = command == "eval" or (config.stage == "rl" and config.eval.every > 0)
+    is_evaluated = command == "eval" or (config.stage in ENGINE_STAGES and config.eval.every > 0)
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
-    if config.stage == "rl" or command in ENGINE_COMMANDS:
+    if config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS:
         notes += tuple(check_problems(make_rewards(config.rewards), partial(load_sources, config.task)))
     _check_text(config, folder)
     if command == "train" and env.is_main:
@@ -61,9 +61,9 @@ def describe(config: Config, job: Job) -> str:
     moe = f", {shape.experts} experts ({shape.experts_per_token} per token)" if shape.is_moe else ""
     per_update = job.rows // train.updates_per_step
     epochs = f" in each of {train.epochs_per_batch} epochs" if train.epochs_per_batch > 1 else ""
-    samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage == "rl" else ""
+    samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage in ENGINE_STAGES else ""
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
-    engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage == "rl" else ""
+    engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage in ENGINE_STAGES else ""
     lines = [
         resolved_yaml(config).rstrip(),
         "",

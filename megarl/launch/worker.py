@@ -18,11 +18,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
 from megarl.config.schema import Config
+from megarl.config.validate import ENGINE_COMMANDS
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.launch.heartbeat import Slots
@@ -93,17 +95,9 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 
 def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhase], None]:
     """Imports only what the command needs: SFT and `check` run without vLLM."""
-    if command == "check":
-        from megarl.launch.run_check import run_check
-
-        return run_check
-    if command == "train" and config.stage == "sft":
-        from megarl.launch.run_sft import run_sft
-
-        return run_sft
-    from megarl.launch import run_rl
-
-    return getattr(run_rl, "run_rl" if command == "train" else f"run_{command}")
+    name = config.stage if command == "train" else command
+    module = "run_rl" if command in ENGINE_COMMANDS else f"run_{name}"
+    return getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
