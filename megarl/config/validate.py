@@ -25,7 +25,7 @@ from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
-from megarl.platform.env import Env, count_gpus
+from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 STAGES = ("rl", "sft")  # of this version; each is megarl/launch/run_<stage>.py
@@ -82,7 +82,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         model=shape,
         rows=rows,
         longest_row=longest,
-        warnings=(*_warnings(config, shape, layout, rows, longest), *unsafe),
+        warnings=(*_warnings(config, shape, layout, rows, longest, gpus), *unsafe),
     )
 
 
@@ -297,8 +297,10 @@ def _check_train(config: Config, gpus: int) -> None:
         )
 
 
-def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, longest: int) -> Iterator[str]:
+def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, longest: int, gpus: int) -> Iterator[str]:
     train = config.train
+    if train.dtype == "bf16" and not gpus and not has_bf16_products():
+        yield "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; set train.dtype=fp32"
     if shape.mtp_layers:
         yield (
             f"num_nextn_predict_layers={shape.mtp_layers}: multi-token prediction layers are neither trained nor "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 from megarl.platform.env import get_env
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
+# options of glibc's mallopt: one arena, nothing mapped, the heap grows by 64 MiB and is given back above 2 GiB
+MALLOC = {"ARENA_MAX": (-8, 1), "MMAP_MAX": (-4, 0), "TOP_PAD": (-2, 1 << 26), "TRIM_THRESHOLD": (-1, 2**31 - 1)}
 PINNED = "pinned_max_round_threshold_mb:64"  # larger ones are not rounded up: torch would take 64 GiB for 43 GB
 
 
@@ -32,6 +35,7 @@ def pick_device(local_rank: int = 0) -> Device:
     Raises ValueError if there are more local ranks than GPUs.
     """
     if not torch.cuda.is_available():
+        keep_freed_memory()
         return Device(torch.device("cpu"), "gloo")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -42,6 +46,14 @@ def pick_device(local_rank: int = 0) -> Device:
     torch.cuda.set_device(device)
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED))))
     return Device(device, "nccl")
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the system faults every
+    page in again. Peaks of resident memory then include what earlier phases have freed. Does nothing elsewhere."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in MALLOC.values() if mallopt else ():
+        mallopt(option, value)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

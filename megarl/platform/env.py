@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -130,6 +131,14 @@ def count_gpus() -> int:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     counts = (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)
     return next((count for count in counts if count), 0)
+
+
+def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the CPU has instructions for products of bf16 numbers; True if the system does not tell."""
+    with suppress(OSError):
+        if flags := re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE):
+            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
+    return True
 
 
 def is_installed(package: str) -> bool:

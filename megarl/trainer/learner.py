@@ -60,7 +60,7 @@ class PolicyLearner:
             plan_microbatches(batch, self.trainer.layout, train, units=units, shuffle=self._order(epoch))
             for epoch in range(train.epochs_per_batch)
         ]
-        num_updates, updates = sum(len(plan.rows) for plan in plans), list[UpdateReport]()
+        updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
             batch = replace(batch, old_logprobs=self._logprobs(batch))
         metrics: dict[str, float] = {"packing/efficiency": plans[0].efficiency}
@@ -74,7 +74,7 @@ class PolicyLearner:
         is_scored = batch.old_logprobs is not None
         if is_scored:
             judge(TokenOutputs(batch.old_logprobs))
-        is_judged = is_scored or (gate is None and num_updates == 1)
+        is_judged = is_scored or (gate is None and len(plans) == 1)
         with self.span("update"):
             for plan in plans:
                 weights_T = self.objective.weights(batch, plan)

@@ -16,6 +16,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from megarl.layout import Axis
 from megarl.platform.device import to_device
@@ -57,20 +58,18 @@ def pack(
     share: bool = False,  # prefixes; without context parallelism only
 ) -> Microbatch:
     """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
-    spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
-    lengths = [end - start for start, end in spans]
-    index = torch.cat([torch.arange(start, end) for start, end in spans] or [torch.arange(0)])
+    starts, ends = batch.cu_seqlens[[*rows]], batch.cu_seqlens[[row + 1 for row in rows]]
+    lengths = (ends - starts).tolist()
+    index = starts.repeat_interleave(ends - starts) + _places(lengths)
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
-    first_P = (
-        _first_positions([batch.tokens[start:end] for start, end in spans]) if share else torch.arange(sum(padded))
-    )
+    first_P = _first_positions(batch.tokens[index].split(lengths)) if share else torch.arange(sum(padded))
     num_own = int((first_P == torch.arange(len(first_P))).sum())
     if num_dummy := -num_own % (tensor * multiple) if rows else tensor * multiple:
         padded.append(num_dummy)
         first_P = torch.cat([first_P, torch.arange(len(first_P), sum(padded))])
-    position_P = torch.cat([torch.arange(length) for length in padded])
-    is_real_P = torch.cat([torch.arange(p) < n for p, n in zip(padded, [*lengths, 0], strict=False)])
+    position_P = _places(padded)
+    is_real_P = position_P < torch.tensor([*lengths, 0][: len(padded)]).repeat_interleave(torch.tensor(padded))
     source_P = torch.where(is_real_P, is_real_P.cumsum(0) - 1, -1)
     is_own_P = first_P == torch.arange(len(first_P))
     local_Q = is_own_P.nonzero().flatten() if share else local_positions(padded, context)
@@ -95,19 +94,25 @@ def pack(
     )
 
 
+def _places(lengths: Sequence[int]) -> Tensor:
+    """Returns [P] int64: the place of each position in its row, for rows of these lengths end to end."""
+    lengths_R = torch.tensor(lengths, dtype=torch.int64)
+    return torch.arange(sum(lengths)) - (lengths_R.cumsum(0) - lengths_R).repeat_interleave(lengths_R)
+
+
 def _first_positions(rows: Sequence[Tensor]) -> Tensor:
-    """Returns [P]: for each position of `rows`, end to end, the first with the same tokens up to there, of a row that
-    follows without a row that begins otherwise between them."""
-    first, start, leader, leader_start = [torch.arange(0)], 0, torch.arange(0), 0
-    for row in rows:
-        longest = min(len(row), len(leader))
-        num_shared = int((row[:longest] == leader[:longest]).cumprod(0).sum())
-        if not num_shared:
-            leader, leader_start = row, start
-        own = torch.arange(start + num_shared, start + len(row))
-        first += [torch.arange(leader_start, leader_start + num_shared), own]
-        start += len(row)
-    return torch.cat(first)
+    """Returns [P]: for each position of `rows`, end to end, the one that computes it, of all with the same tokens up to
+    there: that of the first row in lexical order."""
+    if not rows:
+        return torch.arange(0)
+    order = sorted(range(len(rows)), key=[row.tolist() for row in rows].__getitem__)
+    tokens_RL = pad_sequence([rows[row] for row in order], batch_first=True, padding_value=-1)
+    is_real_RL = tokens_RL >= 0
+    is_same_RL = pad(tokens_RL[1:] == tokens_RL[:-1], (0, 0, 1, 0)).cumprod(1).bool()
+    first_RL = torch.where(is_same_RL, 0, torch.arange(len(rows))[:, None]).cummax(0).values
+    at_RL = torch.tensor([0, *map(len, rows)]).cumsum(0)[order, None] + torch.arange(tokens_RL.shape[1])
+    at_P = at_RL[is_real_RL]
+    return torch.empty_like(at_P).index_put((at_P,), at_RL.gather(0, first_RL)[is_real_RL])
 
 
 def _shared(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: torch.device) -> SharedRows:

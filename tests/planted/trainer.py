@@ -160,6 +160,12 @@ TRAINER = [
         "unit/trainer/test_rounding.py::test_rounding_is_below_the_bound_and_faults_are_above",
     ),
     (
+        "launch/parity.py",
+        "min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))",
+        "DRAWS",
+        "unit/trainer/test_rounding.py::test_a_large_batch_needs_fewer_draws[0.1-1]",
+    ),
+    (
         "algorithms/parity.py",
         "Quantiles.of(noise_DK * 2**0.5)",
         "Quantiles.of(noise_DK)",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, advantages
-from megarl.config import names
+from megarl.config import names, validate
 from megarl.config.load import parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
@@ -332,9 +332,15 @@ def test_warnings_name_the_values() -> None:
     warnings = check_config(made(sections | {"launch": {"processes": 4}}), ALONE).warnings
     assert any("1280 tokens" in text and "64" in text for text in warnings)
     assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
-    assert check_config(made(), ALONE).warnings == ()
+    assert check_config(made({"train": {"dtype": "fp32"}}), ALONE).warnings == ()
     large = parse_config({"model": {"path": str(LARGE / "glm_4_5")}, "parallel": {"tensor": 8}})
     assert any("num_nextn_predict_layers=1" in text for text in check_config(large, ALONE).warnings)
+
+
+def test_bf16_is_advised_against_on_a_cpu_without_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "has_bf16_products", lambda: False)
+    slow, fast = (check_config(made({"train": {"dtype": dtype}}), ALONE).warnings for dtype in ("bf16", "fp32"))
+    assert any("train.dtype=fp32" in text for text in slow) and fast == ()
 
 
 def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
@@ -343,7 +349,7 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
     check_config(made(one | {"algorithm": {"preset": "remax"}}), ALONE)
     process = {"name": "process", "options": {"scorer": "json:loads"}}
     steps = {"algorithm": {"advantage": "grpo_process"}}
-    assert check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings == ()
+    assert not any("grpo" in text for text in check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings)
     with pytest.raises(ValueError, match="samples_per_prompt=1 with advantage=grpo_process"):
         check_config(made(one | steps), ALONE)
     assert any("equals grpo" in text for text in check_config(made(steps), ALONE).warnings)

@@ -7,7 +7,7 @@ import torch
 
 from megarl.platform import env
 from megarl.platform.device import pick_device
-from megarl.platform.env import count_gpus
+from megarl.platform.env import count_gpus, has_bf16_products
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
@@ -36,3 +36,19 @@ def test_gpus_are_counted_where_the_driver_lists_them(
     assert count_gpus() == 1
     monkeypatch.setattr(env, "version", lambda _: "2.13.0+cpu")
     assert count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx512f avx512_bf16_like", False),
+        ("bogomips\t: 1", True),  # not told
+    ],
+)
+def test_bf16_products_by_the_flags_of_the_cpu(line: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}\n")
+    assert has_bf16_products(str(tmp_path / "cpuinfo")) is expected
+    assert has_bf16_products(str(tmp_path / "missing"))

@@ -11,6 +11,7 @@ import torch
 from tiny_trainer import build, make_batch
 
 from megarl.algorithms.parity import FORMAT_EPS, LOG_SOFTMAX_ERROR, MAX_EXCESS, Excess, Quantiles
+from megarl.launch import parity
 from megarl.launch.parity import measure_logprobs
 from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
@@ -41,4 +42,16 @@ def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: st
     with torch.no_grad():
         norm.mul_(1.05)
     assert measured(trainer, healthy_T) > 2 * MAX_EXCESS
+    trainer.close()
+
+
+@pytest.mark.parametrize(("batches", "draws"), [(0.1, 1), (1.5, 2), (1e9, 4)])
+def test_a_large_batch_needs_fewer_draws(batches: float, draws: int, tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, batch, calls = build(tmp_path), make_batch(num_rows=4), []
+    monkeypatch.setattr(parity, "ENOUGH", int(batch.mask.sum()) * batches)
+    forward = trainer.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "forward", lambda batch: (calls.append(1), forward(batch))[1])
+        measure_logprobs(trainer, batch)
+    assert len(calls) == 1 + draws
     trainer.close()
