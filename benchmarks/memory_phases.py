@@ -157,7 +157,9 @@ class _Prompts:
 
 
 class _Sampler:
-    def sample(self, requests: Any, *, version: int) -> list[Any]:
+    """Samples, and rewards of this version and of one before it."""
+
+    def sample(self, requests: Any, *, version: int, **_unused: Any) -> list[Any]:
         from megarl.types import Sample
 
         return [
@@ -172,6 +174,14 @@ class _Sampler:
             )
             for request in requests
         ]
+
+    def start(self, prompts: Any) -> _Sampler:
+        return self
+
+    def add(self, samples: list[Any]) -> None: ...
+
+    def results(self, samples: list[Any]) -> list[Any]:
+        return samples
 
     def score(self, prompts: Any, samples: list[Any]) -> list[Any]:
         return samples
@@ -232,7 +242,8 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
             stage = publisher._stage
             publisher._stage = lambda parameters: _within(measured("staging"), stage, parameters)  # type: ignore[method-assign]
         phases = TimedPhases(measured, lambda values: None, DEVICE, trainer.memory, side)
-        exchange = Exchange(_Sampler(), _Sampler(), Axis(2, rank), Axis(1), DEVICE)
+        on_device = "device" in Exchange.__dataclass_fields__  # before, the exchange went over the device
+        exchange = Exchange(_Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else []))
         requests = [Request(Prompt(number, (1,), ""), 0, 0, 1.0) for number in range(64)]
         state = ObjectiveState(kl_coef=0.0)
         saves = Checkpoints(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,25 @@ def test_gpus_are_counted_where_the_driver_lists_them(
     assert count_gpus() == 1
     monkeypatch.setattr(env, "version", lambda _: "2.13.0+cpu")
     assert count_gpus() == 0
+
+
+FAULTS = """
+import resource, torch
+from megarl.platform.device import keep_freed_memory
+if {keep}: keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20): torch.zeros(1 << 24)  # 16,384 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(); print(faults())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+@pytest.mark.parametrize("keep", [True, False])
+def test_freed_memory_is_kept(keep: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 16384) is keep, done.stdout
 
 
 @pytest.mark.parametrize(
