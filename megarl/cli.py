@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report([Path(folder) for folder in args.run_dirs], is_comparison=args.compare)
         if args.command == "convert":
             return _convert(args)
+        if args.command == "serve-reward":
+            return _serve_reward(args)
         if args.command == "plan":
             return _plan(args, overrides)
         if args.command == "check" and (args.parity or args.sync):
@@ -117,7 +119,21 @@ def _parser() -> argparse.ArgumentParser:
         )
     convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
     convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
+    serve = commands.add_parser("serve-reward", help="score responses with a reward model, over HTTP")
+    serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
+    serve.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the weights (default: bf16)")
     return parser
+
+
+def _serve_reward(args: argparse.Namespace) -> int:
+    from megarl.launch.serve_reward import serve_reward
+
+    serve_reward(args.folder, host=args.host, port=args.port, dtype=args.dtype)
+    return DONE
 
 
 def _size(text: str) -> int:
@@ -186,7 +202,7 @@ def _run(
     command: str, path: str, overrides: Sequence[str], *, dry_run: bool = False, resume_changed: bool = False
 ) -> int:
     from megarl.config.load import load_config, run_dir
-    from megarl.config.validate import ENGINE_STAGES
+    from megarl.config.names import ENGINE_STAGES
     from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
     from megarl.launch.preflight import describe, preflight
     from megarl.launch.random_model import materialize_model

@@ -63,7 +63,7 @@ class Scoring(Protocol):
 
 
 class Rewards(Protocol):
-    """Scores samples; never raises. A sample that cannot be scored has reward None."""
+    """Scores samples. A sample that cannot be scored has reward None; CheckFailed: none can, as a server is gone."""
 
     def start(self, prompts: Sequence[Prompt]) -> Scoring: ...
 
@@ -112,9 +112,14 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """Saves after `step` rollout batches, when a save is due; `last` marks the last step."""
+    """Saves after `step` rollout batches, when a save is due; `last` marks the last step.
+
+    `hold` is called before a stage changes what is saved otherwise than by a step: it saves the last boundary, which
+    could not be saved later.
+    """
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
+    def hold(self) -> None: ...
 
 
 class Evaluation(Protocol):
@@ -140,4 +145,5 @@ class Telemetry(Protocol):
 
     def step(self, step: int) -> AbstractContextManager[Record]: ...
     def span(self, name: str) -> AbstractContextManager[None]: ...
+    def evaluated(self, step: int, results: Mapping[str, Any]) -> None: ...
     def add(self, metrics: Mapping[str, Any]) -> None: ...

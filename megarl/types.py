@@ -7,8 +7,9 @@ later. Tensors live on the CPU; a rank moves only its own micro-batches to its d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ class Prompt:
     text: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    learned: tuple[bool, ...] = ()  # of `tokens`, where these are a whole example of stage sft
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,28 @@ class TokenBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceBatch(TokenBatch):
+    """Responses, some preferred to others. Rows of one prompt are consecutive: plan with ``units=group``, so that they
+    share a micro-batch."""
+
+    group: Tensor  # [N] int64, dense ids of prompts
+    pairs: Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
+    margins: Tensor  # [P] fp32: 0 where the data give none
+
+    @classmethod
+    def of(cls, batch: TokenBatch, group: Tensor, pairs: Tensor, margins: Tensor) -> PreferenceBatch:
+        tokens = {field.name: getattr(batch, field.name) for field in fields(TokenBatch)}
+        return cls(**tokens, group=group, pairs=pairs, margins=margins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch(TokenBatch):
+    """Solutions in steps. Here `mask` is True at the last token of each step itself, where its score is."""
+
+    is_right: Tensor  # [T] bool: the step that ends here is right
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch(TokenBatch):
     """A rollout batch with its rewards; `mask` is True where the policy sampled the label."""
 
@@ -133,8 +157,11 @@ class ScoredBatch(TrainBatch):
 
     advantages: Tensor  # [T] fp32
     old_logprobs: Tensor | None  # [T] fp32, the trainer's before the update; None: those of the update's own forward
-    ref_logprobs: Tensor | None  # [T] fp32; None: the objective has no reference term
+    ref_logprobs: Tensor | None  # [T] fp32; None: no reference term, or the reference is the policy itself
     kl_coef: float  # of this batch, in the reward and in the loss
+    teacher_logprobs: Tensor | None = None  # [T] fp32; None: the objective has no teacher
+    old_values: Tensor | None = None  # [T] fp32, the critic's before the update; None: no critic
+    returns: Tensor | None = None  # [T] fp32, the critic's targets; None: no critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +169,11 @@ class TokenScores:
     """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the mask is False."""
 
     old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
-    ref_logprobs: Tensor | None  # [T]; None: the objective has no reference term
+    ref_logprobs: Tensor | None  # [T]; None: no reference term, or the reference is the policy itself
+    teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
+    # [T]: V of the state before each label; with critic.bootstrap_truncated, at the last position of a row too, where
+    # it is V after the last label; None: no critic
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +183,7 @@ class TokenOutputs:
     logprobs_T: Tensor | None = None  # of the label
     entropy_T: Tensor | None = None  # nats
     values_T: Tensor | None = None  # one number per token: a critic's value, a reward model's score
+    gates_T: Tensor | None = None  # logit of a token's weight in the score of its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +236,7 @@ class ObjectiveState:
 
     kl_coef: float
     reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of all outcome rewards so far
+    held_out: tuple[float, int] = (math.inf, 0)  # stage sft: the lowest held-out loss, and evaluations since
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """A complete reward server: ``python scripts/reward_server.py 8000``, used in a config by
-``rewards: [{name: "http://localhost:8000/score"}]``. megarl/rewards/remote.py describes the protocol."""
+``rewards: [{name: "http://localhost:8000/score"}]``. megarl/rewards/remote.py describes the protocol.
+For a reward model, run ``megarl serve-reward FOLDER --port 8000`` instead."""
 
 import json
 import sys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,25 @@ def outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         "MEGARL_LAUNCHED",
     ):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a size, such as "1m", and returns its folder; one a test."""
+    folder = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "megarl-test", folder]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a file system needs root")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def small_disk(make_disk: Callable[[str], Path]) -> Path:
+    return make_disk("1m")

@@ -18,10 +18,11 @@ from math import nan
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
-from megarl.algorithms.kl import KL, adapt, likelihood_ratio
+from megarl.algorithms.critic import value_after_cut
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt, likelihood_ratio
 from megarl.algorithms.losses import CLIPPED, LOSSES, SELECT
 from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.whitening import Stats, whiten_stats
@@ -47,6 +48,13 @@ class Objective:
 
     algorithm: Algorithm
     max_tokens: int | None = None  # of a response: the divisor of Dr. GRPO's aggregation
+    value_lam: float | None = None  # lambda of the critic's targets; None: that of the advantage
+    bootstrap_truncated: bool = False  # of responses cut by length: the value after the cut is part of their reward
+    couples_rows = False  # True: the rows of a prompt must share a micro-batch
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.needs_reference
 
     def initial_state(self) -> ObjectiveState:
         return ObjectiveState(kl_coef=self.algorithm.kl.coef)
@@ -63,29 +71,41 @@ class Objective:
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
         if algorithm.needs_reference and self.reads_old_logprobs:
-            assert scores.ref_logprobs is not None, "the KL term needs reference log-probs"
             assert scores.old_logprobs is not None, "a KL penalty needs the trainer's log-probs before the update"
             old_T = clean(self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask)
-            ref_T = clean(scores.ref_logprobs, batch.mask)
+            ref_T = clean(scores.old_logprobs if scores.ref_logprobs is None else scores.ref_logprobs, batch.mask)
             if kl.where == "reward":
                 rewards_T = rewards_T - coef * _kl(old_T, ref_T, kl).detach()
             if kl.target is not None:
                 next_coef = _adapted(KL["k3"](old_T, ref_T), batch, kl, coef)
-        advantages_T = ADVANTAGES[algorithm.advantage](
+        values_T = scores.values
+        if values_T is not None and self.bootstrap_truncated:
+            gamma = algorithm.advantage_options.get("gamma", 1.0)
+            rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
+        estimate = partial(
+            ADVANTAGES[algorithm.advantage],
             rewards_T,
             batch.mask,
             batch.cu_seqlens,
             batch.group,
+            values_T=values_T,
             step_ends_T=batch.step_ends,
             baseline_N=baseline_N,
-            **algorithm.advantage_options,
         )
+        advantages_T, returns_T = estimate(**algorithm.advantage_options), None
+        if values_T is not None:
+            values_T = clean(values_T, batch.mask)
+            own = {"whiten": False} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}
+            returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
         scored = ScoredBatch(
             **{field.name: getattr(batch, field.name) for field in fields(TrainBatch)},
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,
             kl_coef=coef,
+            teacher_logprobs=scores.teacher_logprobs,
+            old_values=values_T,
+            returns=returns_T,
         )
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))
 
@@ -136,7 +156,11 @@ class Objective:
         )
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
-        """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token."""
+        """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token.
+
+        With a teacher, coefficient x (log pi_old - log pi_teacher), the gradient of KL(policy || teacher) on sampled
+        prefixes, is subtracted from each token's advantage (on-policy distillation, arXiv 2306.13649, 2306.08543).
+        """
         return partial(self._token_losses, batch, select_T)
 
     def _token_losses(
@@ -147,7 +171,13 @@ class Objective:
         rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
         # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
         trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
-        old_M = self._old(trainer_M, rollout_M, mask_M)
+        old_M, taught = self._old(trainer_M, rollout_M, mask_M), {}
+        if algorithm.distill_coef:
+            assert batch.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
+            teacher_M = clean(rows.select(batch.teacher_logprobs), mask_M)
+            taught = {"kl/teacher": KL["k3"](clean(outputs.logprobs_T.detach(), mask_M), teacher_M)}
+            log_ratio_M = KL["k1"](clean(old_M, mask_M), teacher_M).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            advantages_M = advantages_M - algorithm.distill_coef * log_ratio_M
         ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
         options = algorithm.loss_bounds | algorithm.loss_options
         selected = {} if select_T is None else {"select_T": rows.select(select_T)}
@@ -155,11 +185,10 @@ class Objective:
         loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
         new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
         clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
-        sums |= {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
+        sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
         if algorithm.needs_reference:
-            assert batch.ref_logprobs is not None, "the KL term needs reference log-probs"
-            ref_M = clean(rows.select(batch.ref_logprobs), mask_M)
+            ref_M = clean(trainer_M if batch.ref_logprobs is None else rows.select(batch.ref_logprobs), mask_M)
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
         if algorithm.kl.coef and algorithm.kl.where == "loss":
             loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
@@ -217,9 +246,14 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """Returns [T] bool: the tokens that the updates of `plan` train."""
-    is_planned_N = torch.zeros(batch.num_rows, dtype=torch.bool)
+    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+
+
+def planned_rows(plan: MicrobatchPlan, num_rows: int) -> Tensor:
+    """Returns [N] bool: the rows that the updates of `plan` train."""
+    is_planned_N = torch.zeros(num_rows, dtype=torch.bool)
     is_planned_N[[row for update in plan.rows for rank in update for rows in rank for row in rows]] = True
-    return batch.mask & is_planned_N.repeat_interleave(batch.cu_seqlens.diff())
+    return is_planned_N
 
 
 def _sum(x_T: Tensor) -> Tensor:

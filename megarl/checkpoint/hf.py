@@ -7,10 +7,12 @@ In each round the files stand in for the engine of an ordinary weight sync, so a
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
 from megarl.models.shards import whole_tensor
+from megarl.platform.json_text import parse_json
 from megarl.weights.execute import MemoryReceiver
 from megarl.weights.placements import SlicesByRank
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
@@ -37,6 +40,7 @@ def export_hf(
     transport: Transport,
     dtype: torch.dtype,
     fp32: frozenset[str] = frozenset(),  # tensors that stay fp32
+    changes: Mapping[str, Mapping[str, Any]] | None = None,  # file: keys that differ from the origin's
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `folder` completely or not at all, replacing an older one; all ranks call it.
@@ -48,6 +52,9 @@ def export_hf(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         copy_model_files(origin, staging)
+        for name, values in (changes or {}).items():
+            text = json.dumps(parse_json((staging / name).read_bytes()) | dict(values), indent=2)
+            (staging / name).write_text(text + "\n", encoding="utf-8")
     transport.gather(None)  # the folder exists
     sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
     files = split_by_size(sizes, file_bytes, sizes.__getitem__)

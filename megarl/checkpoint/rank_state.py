@@ -66,7 +66,15 @@ def allocate(optimizer: MegatronOptimizer, step: float) -> None:
                 state["step"] = torch.tensor(float(step))  # each its own: it is incremented in place
 
 
-def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None) -> Iterator[_Stored]:
+def allocate_unused(optimizer: MegatronOptimizer) -> None:
+    """Create the state of an optimizer that has taken no step, which Megatron cannot save otherwise."""
+    for part in parts_of(optimizer):
+        if not part.optimizer.state and not any(group.get("step") for group in part.optimizer.param_groups):
+            allocate(part, 0)
+
+
+def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, prefix: str) -> Iterator[_Stored]:
+    """`prefix`: of the names in the checkpoint, where it has several models."""
     bounds_of = {}
     for part in parts_of(optimizer):
         ranks = part.data_parallel_group.size()
@@ -82,14 +90,17 @@ def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None) ->
             first, last = box.offset, box.offset + box.numel
             overlaps = ((max(first, low), min(last, high)) for low, high in pairwise(bounds))
             parts = {peer: (low, high) for peer, (low, high) in enumerate(overlaps) if low < high}
+            shard, box = replace(shard, key=prefix + shard.key), replace(box, name=prefix + box.name)
             yield _Stored(tensor, box, shard, part, rank, bounds[rank], parts)
 
 
 @torch.no_grad()
-def host_copies(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
+def host_copies(
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, *, prefix: str = ""
+) -> list[ShardedTensor]:
     """The tensors that this rank saves of its pipeline chunks and their optimizer, on the host. A collective."""
     copies, shared = [], {part: [] for part in parts_of(optimizer)}
-    for stored in _stored(chunks, optimizer):
+    for stored in _stored(chunks, optimizer, prefix):
         if stored.optimizer is None and is_main_replica(stored.shard.replica_id):
             copies.append(replace(stored.shard, data=_host_copy(stored.shard.data)))
         elif stored.optimizer is not None and is_main_replica(stored.shard.replica_id[:-1]):
@@ -145,12 +156,14 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def load(chunks: Sequence[nn.Module], folder: Path, optimizer: MegatronOptimizer | None = None) -> None:
+def load(
+    chunks: Sequence[nn.Module], folder: Path, optimizer: MegatronOptimizer | None = None, *, prefix: str = ""
+) -> None:
     """Read this rank's part of a checkpoint, saved in any layout. Raises ValueError, naming what differs."""
     checkpoint = MegatronFolder(folder)
     # older checkpoints of experts number the optimizers of dense and of expert parameters
     keys = {re.sub(r"^chained_\d+\.", "", key): key for key in checkpoint.tensors}
-    for stored in _stored(chunks, optimizer):
+    for stored in _stored(chunks, optimizer, prefix):
         box, shard = stored.box, stored.shard
         expected = tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch
         checkpoint.expect(box.name, *expected)

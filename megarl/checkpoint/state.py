@@ -13,7 +13,8 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
-from megarl.checkpoint.torch_dist import stored_objects
+from megarl.checkpoint.torch_dist import CRITIC, REFERENCE, stored_objects
 from megarl.checkpoint.writer import Writing, all_ranks
 from megarl.platform.atomic import write_atomic
 from megarl.roles import Prompts
@@ -43,6 +44,24 @@ class Trained(Protocol):
     def optimizer(self) -> MegatronOptimizer: ...
     @property
     def scheduler(self) -> Any: ...  # state_dict, load_state_dict
+
+
+class Stateful(Protocol):
+    """Plain data that is saved and restored."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Further:
+    """What a stage saves beside the policy."""
+
+    models: Mapping[str, Trained] = field(default_factory=dict)  # by the prefix of their tensors' names
+    states: Mapping[str, Stateful] = field(default_factory=dict)
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext  # in it, `models` are on the device
+    # in it, the policy's model has the reference's weights; None: they are not saved
+    reference: Callable[[], AbstractContextManager[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,8 @@ class Checkpoints:
     asynchronous: bool = True
     export: Callable[[int], None] | None = None  # called after every step, with its number
     say: Callable[[str], None] = print  # on rank 0
+    critic: Trained | None = None  # saved beside the policy, under names that begin with CRITIC
+    further: Further = field(default_factory=Further)
 
     def __post_init__(self, state: ObjectiveState) -> None:
         self._now = _Boundary(0, state, self.prompts.state())
@@ -106,14 +127,28 @@ class Checkpoints:
             "step": now.step,
             "state": asdict(now.state),
             "prompts": dict(now.prompts),
-            "schedule": self.trained.scheduler.state_dict(),
             "world": dist.get_world_size(),
         }
-        scalars = {"optimizer": rank_state.parts_of(self.trained.optimizer)[0].state_dict(), "run": common}
-        tensors = rank_state.host_copies(self._chunks(), self.trained.optimizer)
+        common |= {"states": {name: part.state() for name, part in self.further.states.items()}}
+        scalars, tensors = {"run": common}, []
+        with self.further.onloaded():
+            for prefix, trained in self._models().items():
+                rank_state.allocate_unused(trained.optimizer)
+                common[f"{prefix}schedule"] = trained.scheduler.state_dict()
+                scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[0].state_dict()
+                tensors += rank_state.host_copies(_chunks(trained), trained.optimizer, prefix=prefix)
+        if self.further.reference is not None:
+            with self.further.reference():
+                tensors += rank_state.host_copies(_chunks(self.trained), None, prefix=REFERENCE)
         self._writing = now.step, Writing({**scalars, **self._objects(), **_sharded_random(), "t": tensors}, staging)
         if not self.asynchronous:
             self.finish()
+
+    def hold(self) -> None:
+        """Save the newest boundary before a stage changes more than a step does; until the next one, save nothing."""
+        if self.every:
+            self.save()
+        self._saved = self._now.step
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written and rename it to its final name; call at the end of a run.
@@ -148,10 +183,14 @@ class Checkpoints:
         saved: Any = dist_checkpointing.load_common_state_dict(str(source))
         common = saved["run"]
         same_world = common["world"] == dist.get_world_size()
-        error, part = "", saved["optimizer"].get(0, saved["optimizer"])  # older ones number dense and expert
-        rank_state.allocate(self.trained.optimizer, part["optimizer"]["param_groups"][0].get("step", 0))
+        error = ""
         try:
-            rank_state.load(self._chunks(), source, self.trained.optimizer)
+            with self.further.onloaded():
+                for prefix, trained in self._models().items():
+                    _load(trained, source, saved, prefix)
+            if self.further.reference is not None:
+                with self.further.reference():
+                    rank_state.load(_chunks(self.trained), source, prefix=REFERENCE)
         except ValueError as difference:
             error = str(difference)
         if errors := [error for error in all_ranks(error) if error]:
@@ -161,11 +200,14 @@ class Checkpoints:
             )
         objects = self._objects() | (_sharded_random() if same_world else {})
         loaded: Any = dist_checkpointing.load(objects, str(source))
-        for number, chunk in enumerate(self._chunks()):
-            name = f"objects{number}"
-            chunk.load_state_dict(loaded[name] if name in objects else {}, strict=False)
-        self.trained.scheduler.load_state_dict(common["schedule"])
+        for prefix, trained in self._models().items():
+            for number, chunk in enumerate(_chunks(trained)):
+                name = f"{prefix}objects{number}"
+                chunk.load_state_dict(loaded[name] if name in objects else {}, strict=False)
+            trained.scheduler.load_state_dict(common[f"{prefix}schedule"])
         self.prompts.restore(common["prompts"])
+        for name, part in self.further.states.items():
+            part.restore(common["states"][name])
         if same_world:
             _set_random(loaded["random"])
         state = ObjectiveState(**{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])})
@@ -196,11 +238,29 @@ class Checkpoints:
             )
         return None
 
-    def _chunks(self) -> list[Any]:
-        return [chunk.module for chunk in self.trained.model]
+    def _models(self) -> dict[str, Trained]:
+        """By the prefix of their names."""
+        return {"": self.trained, **({} if self.critic is None else {CRITIC: self.critic}), **self.further.models}
 
     def _objects(self) -> dict[str, Any]:
-        return {f"objects{number}": stored_objects(chunk) for number, chunk in enumerate(self._chunks())}
+        return {
+            f"{prefix}objects{number}": stored_objects(chunk, prefix=prefix)
+            for prefix, trained in self._models().items()
+            for number, chunk in enumerate(_chunks(trained))
+        }
+
+
+def _chunks(trained: Trained) -> list[Any]:
+    return [chunk.module for chunk in trained.model]
+
+
+def _load(trained: Trained, source: Path, saved: Mapping[str, Any], prefix: str) -> None:
+    """Loads weights and optimizer. Raises ValueError, naming what differs from this model."""
+    if (part := saved.get(f"{prefix}optimizer")) is None:
+        raise ValueError(f"it has no {prefix.removesuffix('.')}")
+    part = part.get(0, part)  # older ones number dense and expert
+    rank_state.allocate(trained.optimizer, part["optimizer"]["param_groups"][0].get("step", 0))
+    rank_state.load(_chunks(trained), source, trained.optimizer, prefix=prefix)
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,8 @@ from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, vi
 from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice
 
+CRITIC, REWARD_MODEL, REFERENCE = "critic.", "reward_model.", "reference."  # begin the names of other models' tensors
+
 
 def is_checkpoint(folder: Path) -> bool:
     return (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
@@ -51,7 +54,7 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
     Gate and up of a fused linear are stored separately.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    sharded = cast(Any, model).sharded_state_dict()
+    sharded = _sharded_state(model)
     apply_factories(sharded)
     for name, entry in sharded.items():
         param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
@@ -64,10 +67,20 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
                 yield tensors[name], shard, box
 
 
-def stored_objects(model: nn.Module) -> dict[str, ShardedObject]:
-    """Transformer Engine's FP8 state."""
-    sharded = cast(Any, model).sharded_state_dict()
-    return {name: entry for name, entry in sharded.items() if isinstance(entry, ShardedObject)}
+def _sharded_state(model: Any) -> dict[str, Any]:
+    """Megatron's `sharded_state_dict`, which looks for an output layer also where a value head replaces it."""
+    is_last, is_tied = model.post_process, model.share_embeddings_and_output_weights
+    model.post_process = is_last and (is_tied or not hasattr(model, "value_head"))
+    sharded = model.sharded_state_dict()
+    model.post_process = is_last
+    return sharded
+
+
+def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedObject]:
+    """Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
+    sharded = _sharded_state(model)
+    objects = {name: entry for name, entry in sharded.items() if isinstance(entry, ShardedObject)}
+    return {name: replace(entry, key=prefix + entry.key) for name, entry in objects.items()}
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
@@ -127,7 +140,11 @@ class MegatronFolder:
         for key, shape in stored.shapes.items():
             self.expect(key, shape, num_stacked[key], key in stored.padded)
         for key in self.tensors:
-            if key not in stored.shapes and "optimizer.state." not in key:
+            if (
+                key not in stored.shapes
+                and "optimizer.state." not in key
+                and not key.startswith((CRITIC, REWARD_MODEL, REFERENCE))
+            ):
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():

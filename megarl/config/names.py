@@ -59,5 +59,8 @@ CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
 }
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
-TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process")  # may differ within a response
-NOT_IN_THE_LOOP = {"gae": "a critic's values"}  # functions with inputs that the loop does not compute yet
+TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process", "gae")  # may differ within a response
+STAGES = (  # of this version; each is megarl/launch/run_<stage>.py
+    "rl", "sft", "reward_model", "dpo", "iterative_dpo", "best_of_n", "iterative_grpo",
+)  # fmt: skip
+ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")

@@ -104,6 +104,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
         "kl": {"estimator": "k2", "where": "loss", "coef": 0.001},
     },
+    # PPO, arXiv 1707.06347, with a critic: GAE (arXiv 1506.02438, equation 16) with gamma = lambda = 1, whitened over
+    # the batch, KL in the reward. Coefficient (for a reward model) and learning rates, which no preset sets, are those
+    # of REINFORCE++'s authors (arXiv 2501.03262): 5e-7 for the policy (train.lr), 9e-6 for the critic (critic.lr).
+    "ppo": {
+        "advantage": "gae",
+        "advantage_options": {"gamma": 1.0, "lam": 1.0, "whiten": True},
+        **_PPO,
+        "aggregation": "token-mean",
+        "kl": {"estimator": "k1", "where": "reward", "coef": 0.01},
+    },
+    # On-policy distillation, arXiv 2306.13649 and 2306.08543: KL(policy || teacher). Rewards are optional.
+    "distill": {**_REWARD_TO_GO, "advantage": "reinforce", "aggregation": "token-mean", "distill_coef": 1.0},
     # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample
     # per prompt; KL in the reward (4.2), with the coefficient for rule-based rewards.
     "remax": {

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megarl.config.iterative import Iterative
 from megarl.config.names import CLIPS, LOSS_BOUNDS
+from megarl.config.section import Options, Reward, Section
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-Options = dict[str, Any]
 AnswerPlace = Literal["auto", "tag", "boxed", "last_line", "last_number", "whole"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        coerce_numbers_to_str=True,  # run.name=7 is a name
-        allow_inf_nan=False,
-    )
 
 
 class RunSection(Section):
@@ -92,12 +84,6 @@ class Task(Section):
     size: PositiveInt | None = None  # None: the whole task
 
 
-class Reward(Section):
-    name: str  # accuracy, format, code, judge, process; a URL; or the dotted path of a function
-    weight: float = 1.0
-    options: Options = {}
-
-
 class KlTerm(Section):
     """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
 
@@ -126,6 +112,15 @@ class Overlong(Section):
     factor: NonNegativeFloat = 1.0  # penalty for a response of max_tokens tokens
 
 
+class FrozenModel(Section):
+    """A model with the policy's tokenizer that scores its samples: on the same devices in turn, or behind a URL."""
+
+    model: str | None = None  # folder of a Hugging Face model
+    url: str | None = None  # of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1
+    served_name: str | None = None  # of the model, in requests to the server; None: its only one
+    options: Options = {}  # of the requests (megarl.rewards.remote.HttpOptions): timeout_s, concurrency ...
+
+
 class Algorithm(Section):
     """What is optimized. A preset (megarl.config.presets) is a set of these values; printed configs show them."""
 
@@ -140,6 +135,7 @@ class Algorithm(Section):
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
+    distill_coef: NonNegativeFloat = 0.0  # of KL(policy || teacher), as a part of each token's advantage
     correction: str = "none"
     correction_options: Options = {}
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
@@ -172,6 +168,25 @@ class Algorithm(Section):
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0 and self.kl.against == "reference"
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+
+class Critic(Section):
+    """The value model of advantage gae. What is not set here, such as schedule and clip_grad, is as in `train`."""
+
+    model: str | None = None  # folder of a Hugging Face model to start from, such as a reward model; None: the policy's
+    lr: NonNegativeFloat = 9.0e-6  # of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7 for the policy
+    min_lr: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0  # first steps, in which only the critic is updated; the policy's schedule goes on
+    clip: PositiveFloat | None = 0.2  # of the change of a value in a step's updates (VALUE_LOSSES); null: off
+    # lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); None: as the advantage's
+    lam: float | None = Field(default=None, ge=0, le=1)
+    # Of responses cut at rollout.max_tokens: the value after the last token counts as their remaining reward. Off, the
+    # episode ends there: the limit is part of the task, as the reward is, which is given for the cut response too.
+    bootstrap_truncated: bool = False
 
 
 class ParallelSizes(Section):
@@ -245,6 +260,22 @@ class Precision(Section):
 
 class Sft(Section):
     until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
+    roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)  # of a conversation: whose turns are learned
+    patience: PositiveInt | None = None  # stop after as many evaluations without a lower held-out loss; null: never
+
+
+class Dpo(Section):
+    """Of the stages dpo and iterative_dpo (megarl.algorithms.preference)."""
+
+    beta: PositiveFloat = 0.1  # strength of the tie to the reference
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # of sigmoid and robust: the share of flipped labels
+    average: bool | None = None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
+    reference: Literal["initial", "previous"] = "initial"  # of iterative_dpo: the first model, or that of this round
+
+    @property
+    def averages(self) -> bool:
+        return self.loss == "ipo" if self.average is None else self.average
 
 
 class Sync(Section):
@@ -308,6 +339,19 @@ class Eval(Section):
     sets: tuple[EvalSet, ...] = ()  # in addition to the held-out problems of `task`
 
 
+class RewardModel(Section):
+    """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
+
+    head: Literal["scalar", "token"] = (
+        "scalar"  # the score of a response's last token, or aggregated from all its tokens
+    )
+    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
+    centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
+    average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
+    process: bool = False  # one score at the last token of each step
+    separator: str = "\n"  # follows every step, and ends it
+
+
 class SampleFiles(Section):
     """The best, the worst and random samples of a step, in rollouts/step_<n>.jsonl."""
 
@@ -331,15 +375,21 @@ class Config(Section):
     task: Task = Task()
     rewards: tuple[Reward, ...] = (Reward(name="accuracy"),)
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
+    teacher: FrozenModel | None = None  # of algorithm.distill_coef
+    reference: FrozenModel | None = None  # of algorithm.kl; None: the policy before the first step
     parallel: ParallelSizes = ParallelSizes()
     rollout: Rollout = Rollout()
     train: Train = Train()
     trainer: Trainer = Trainer()
     precision: Precision = Precision()
     sft: Sft = Sft()
+    dpo: Dpo = Dpo()
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
+    iterative: Iterative = Iterative()
     launch: Launch = Launch()
     moe: Moe = Moe()
     eval: Eval = Eval()
+    reward_model: RewardModel = RewardModel()
     telemetry: Telemetry = Telemetry()

@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import names
+from megarl.config.iterative import check_iterative
 from megarl.config.library_options import check_library_options
+from megarl.config.names import ENGINE_STAGES, STAGES
+from megarl.config.other_models import check_critic, check_frozen, check_reward_model
+from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
-from megarl.config.schema import Config, Task
+from megarl.config.schema import Algorithm, Config, Task
 from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
@@ -28,8 +32,6 @@ from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
-STAGES = ("rl", "sft")  # of this version; each is megarl/launch/run_<stage>.py
-ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")
 RESERVED = (  # keys that must keep their defaults
     "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness", "precision.fp8",
 )  # fmt: skip
@@ -67,8 +69,13 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)
     _check_algorithm(config)
-    if has_engine and not any(reward.weight for reward in config.rewards):
+    check_critic(config, shape)
+    check_reward_model(config, shape)
+    _check_preferences(config)
+    check_frozen(config)
+    if has_engine and not any(reward.weight for reward in config.rewards) and not config.algorithm.distill_coef:
         raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
+    check_iterative(config)
     _check_lengths(config, shape)
     _check_train(config, gpus)
     unsafe = tuple(check_library_options(config))
@@ -170,11 +177,6 @@ def _check_algorithm(config: Config) -> None:
     ):
         if (name := getattr(algorithm, key)) not in known:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
-        if name in names.NOT_IN_THE_LOOP:
-            raise ValueError(
-                f"algorithm.{key}={name} needs {names.NOT_IN_THE_LOOP[name]}, which this version does not compute; "
-                "choose another"
-            )
         if isinstance(known, Mapping):
             _check_options(f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name])
     selectable = names.SELECT.get(algorithm.loss, ())
@@ -183,7 +185,9 @@ def _check_algorithm(config: Config) -> None:
         return
     is_relative = algorithm.advantage in names.GROUP_ADVANTAGES
     has_raw = algorithm.advantage_options.get("singleton") == "raw"
-    has_steps = algorithm.advantage == "grpo_process" and any(reward.name == "process" for reward in config.rewards)
+    has_steps = algorithm.advantage == "grpo_process" and any(
+        reward.name in ("process", "model") for reward in config.rewards
+    )
     if config.rollout.samples_per_prompt == 1 and is_relative and not (has_raw or has_steps):
         raise ValueError(
             f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, "
@@ -198,6 +202,27 @@ def _check_algorithm(config: Config) -> None:
                 f"rollout.{key}={value} is not supported in training: it truncates the distribution that the engine "
                 f"samples from, but the trainer computes log-probs over the whole vocabulary; set it to {off[0]}"
             )
+
+
+def _check_preferences(config: Config) -> None:
+    """Raises ValueError for settings that the stages dpo, iterative_dpo and best_of_n would ignore."""
+    dpo, stage, epochs = config.dpo, config.stage, config.train.epochs_per_batch
+    if dpo.label_smoothing and dpo.loss not in ("sigmoid", "robust"):
+        raise ValueError(f"dpo.label_smoothing={dpo.label_smoothing} has no effect on dpo.loss={dpo.loss}; set it to 0")
+    if stage == "dpo" and dpo.reference == "previous":
+        raise ValueError("dpo.reference=previous needs rounds, which stage: dpo lacks; use stage: iterative_dpo")
+    if stage == "dpo" and epochs > 1:
+        raise ValueError(f"train.epochs_per_batch={epochs} has no effect in stage: dpo; raise train.steps instead")
+    if stage not in ("iterative_dpo", "best_of_n"):
+        return
+    if config.rollout.samples_per_prompt == 1:
+        raise ValueError(f"rollout.samples_per_prompt=1 leaves stage: {stage} nothing to compare; use 2 or more")
+    read = {"truncated", "truncated_reward", "overlong", "filter_zero_std", "max_refills"}
+    unread = config.algorithm.model_dump(exclude=read | ({"aggregation"} if stage == "best_of_n" else set()))
+    usual = [Algorithm().model_dump(), Algorithm.model_validate(PRESETS["grpo"]).model_dump()]
+    for key, value in unread.items():
+        if value not in [values[key] for values in usual]:
+            raise ValueError(f"algorithm.{key}={value} has no effect in stage: {stage}; remove it")
 
 
 def _check_objective(config: Config) -> None:
@@ -218,7 +243,9 @@ def _check_objective(config: Config) -> None:
             f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
     has_steps, has_kl_reward = algorithm.advantage == "grpo_process", kl.where == "reward" and kl.coef > 0
-    if algorithm.loss == "gspo" and (has_steps or (has_kl_reward and algorithm.advantage in names.TOKEN_ADVANTAGES)):
+    varies = has_steps or algorithm.needs_critic or algorithm.distill_coef > 0
+    varies |= has_kl_reward and algorithm.advantage in names.TOKEN_ADVANTAGES
+    if algorithm.loss == "gspo" and varies:
         raise ValueError(
             f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
             f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip"
@@ -271,8 +298,20 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
         raise ValueError(f"{size} exceeds the model's max_position={shape.max_position}; lower it")
 
 
+def _check_sft(config: Config) -> None:
+    patience, evaluated, epochs = config.sft.patience, config.eval, config.train.epochs_per_batch
+    if epochs > 1:
+        raise ValueError(f"train.epochs_per_batch={epochs}, but each batch of stage: sft is new; raise train.steps")
+    if patience is not None and not evaluated.every:
+        raise ValueError(f"sft.patience={patience} counts evaluations, but eval.every=0; set eval.every")
+    if evaluated.every and not evaluated.size:
+        raise ValueError(f"eval.every={evaluated.every} with stage: sft needs held-out examples; set eval.size")
+
+
 def _check_train(config: Config, gpus: int) -> None:
     train = config.train
+    if config.stage == "sft":
+        _check_sft(config)
     if train.updates_per_step > train.prompts_per_step:
         raise ValueError(
             f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
@@ -306,7 +345,8 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
             f"num_nextn_predict_layers={shape.mtp_layers}: multi-token prediction layers are neither trained nor "
             "synced, and checkpoints and exported models do not contain them"
         )
-    if config.algorithm.advantage == "grpo_process" and all(reward.name != "process" for reward in config.rewards):
+    scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
+    if config.algorithm.advantage == "grpo_process" and not scores_steps:
         yield "algorithm.advantage=grpo_process without the reward `process` has one step per response: it equals grpo"
     if longest > train.max_tokens_per_microbatch:
         limit = f"train.max_tokens_per_microbatch={train.max_tokens_per_microbatch}"

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
+
+Batch = TypeVar("Batch", bound=TrainBatch)
 
 
 def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
@@ -31,9 +35,12 @@ def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) ->
 
 
 def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBatch:
-    """Returns one row per prompt, whose answer and end token are learned. Raises ValueError if an answer is missing."""
+    """Returns one row per example, or per prompt, whose answer and end token are learned; ValueError without answer."""
     rows = []
     for prompt in prompts:
+        if prompt.learned:
+            rows.append((torch.tensor(prompt.tokens), torch.tensor(prompt.learned)))
+            continue
         if prompt.answer is None:
             raise ValueError(
                 f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft trains on answers; "
@@ -78,6 +85,20 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
         versions=torch.tensor([sample.versions for sample in samples], dtype=torch.int64).reshape(-1, 2),
         temperature=temperature,
     )
+
+
+def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Returns the batch of these rows alone, in this order."""
+    rows_N, lengths_N = torch.tensor(rows, dtype=torch.int64), batch.cu_seqlens.diff()
+    cu_seqlens = torch.cat([lengths_N.new_zeros(1), lengths_N[rows_N].cumsum(0)])
+    shift_N = batch.cu_seqlens[rows_N] - cu_seqlens[:-1]
+    index_T = torch.arange(int(cu_seqlens[-1])) + shift_N.repeat_interleave(lengths_N[rows_N])
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
+    outcome_at = torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1)
+    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at})
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -9,13 +9,14 @@ import heapq
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
-from megarl.data.tasks import Question, Source
+from megarl.data.conversations import Example
+from megarl.data.tasks import Problem, Question, Source
 from megarl.data.tokenizer import Encode
 from megarl.types import Prompt
 
@@ -47,6 +48,8 @@ class PromptStream:
     seed: int = 0
     position: int = 0
     skipped: int = 0
+    kept: dict[str, float] = field(default_factory=dict)  # what a stage computes once for each row of the data
+    example: Callable[[Problem], Example | None] = lambda problem: None  # stage sft: tokens of a whole example
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict, repr=False)  # part -> epoch, permutation
     _parts: tuple[int, Iterator[tuple[int, int]]] = field(default=(-1, iter(())), repr=False)  # from a position on
 
@@ -65,9 +68,10 @@ class PromptStream:
                 continue
             unseen -= 1
             problem = source.problem(self._index(part, number))
-            tokens = self.encode(problem.question)
+            tokens, learned = self.example(problem) or (self.encode(problem.question), ())
             if 0 < len(tokens) <= self.max_tokens:
-                taken.append(Prompt(self.position - 1, tokens, _text(problem.question), problem.answer, problem.extra))
+                text = _text(problem.question)
+                taken.append(Prompt(self.position - 1, tokens, text, problem.answer, problem.extra, learned))
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
@@ -81,10 +85,11 @@ class PromptStream:
         return taken
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "skipped": self.skipped}
+        return {"position": self.position, "skipped": self.skipped, "kept": dict(self.kept)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.position, self.skipped = int(state["position"]), int(state["skipped"])
+        self.kept.update(state.get("kept", {}))
 
     def _next(self) -> tuple[int, int]:
         """The part at `position`, and the position within that part's own stream; moves on."""

@@ -323,7 +323,7 @@ def _problem(row: Any, where: str) -> Problem:
         present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
         raise ValueError(f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}")
     question = row[keys[0]]
-    if keys[0] != "messages" and not isinstance(question, str):
+    if keys[0] != "messages" and not isinstance(question, str) and "completion" not in row:
         raise ValueError(f"{where}: {keys[0]} must be text, not {_short(question)}")
     extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
     return _make_problem(question, row.get("answer"), extra, where=where)
@@ -331,7 +331,7 @@ def _problem(row: Any, where: str) -> Problem:
 
 def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
     answer = _text(answer)
-    if isinstance(question, list) and question and all(map(_is_message, question)):
+    if isinstance(question, list) and question and all(map(is_message, question)):
         _check_unicode([*(text for message in question for text in message.values()), answer], where)
         return Problem(tuple(question), answer, extra)
     if not isinstance(question, str) or not question.strip():
@@ -352,7 +352,7 @@ def _check_unicode(texts: Iterable[Any], where: str) -> None:
             ) from None
 
 
-def _is_message(message: Any) -> bool:
+def is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
@@ -370,3 +370,19 @@ def random_tokens(
         {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}
         for _ in range(size)
     ]
+
+
+def ranked_tokens(
+    *, split: Split, vocab: int, size: int = 4096, responses: int = 4, length: int = 8, first: int = 4, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Draws prompts of random token ids, with `responses` of `length` ids each: the more even ids, the better."""
+    draw = random.Random(f"ranked/{split}/{seed}")
+    ids = [[token for token in range(first, vocab) if token % 2 == odd] for odd in (0, 1)]
+    rows = random_tokens(split=split, vocab=vocab, size=size, first=first, seed=seed)
+
+    def response(num_even: int) -> str:
+        tokens = draw.choices(ids[0], k=num_even) + draw.choices(ids[1], k=length - num_even)
+        return " ".join(map(str, draw.sample(tokens, length)))
+
+    best_first = [sorted(draw.sample(range(length + 1), responses), reverse=True) for _ in rows]
+    return [row | {"responses": [*map(response, counts)]} for row, counts in zip(rows, best_first, strict=True)]

@@ -110,6 +110,20 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
     return tuple(sorted(ids))
 
 
+def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
+    """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that ends an answer.
+
+    transformers scores the last token that is not padding, which would then be the one before the end.
+    """
+    end = tokenizer.encode_answer("")
+    if isinstance(tokenizer, TokenIds):
+        return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
+    inner = tokenizer.inner
+    first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
+    pad = next(token for token in (*first, *reversed(range(len(inner)))) if token is not None and token not in end)
+    return pad, inner.convert_ids_to_tokens(pad)
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         values = parse_json(file.read_bytes()) if file.is_file() else {}
@@ -173,18 +187,30 @@ class HfTokenizer:
         is_added = system_prompt is not None and messages[0]["role"] != "system"
         if is_added:
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        with _limited("rejects the prompt"):
-            text = self.inner.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **(template_args or {})
-            )
-            if len(text) > MAX_PROMPT_CHARACTERS:
-                raise ValueError(f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}")
+        text = self.render(messages, generation=True, **(template_args or {}))
         if is_added and str(system_prompt).strip() not in text:
             raise ValueError(
                 f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's chat template ignores "
                 "system messages; put it into the questions"
             )
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, generation: bool = False, **template_args: Any) -> str:
+        """Renders messages in the chat template; with `generation`, up to the start of the assistant's next turn."""
+        with _limited("rejects the prompt"):
+            args = {"add_generation_prompt": generation, "tokenize": False, **template_args}
+            text = self.inner.apply_chat_template(list(messages), **args)
+            if len(text) > MAX_PROMPT_CHARACTERS:
+                raise ValueError(f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}")
+        return text
+
+    def encode_tagged(self, messages: list[Any], **kw: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Encodes a conversation; returns its tokens, and which are between the template's {% generation %} tags."""
+        with _limited("rejects the conversation"):
+            encoded = self.inner.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **kw
+            )
+        return tuple(encoded["input_ids"]), tuple(map(bool, encoded["assistant_masks"]))
 
     def template_variables(self) -> list[str]:
         """The variables that the chat template reads, other than those that it is always given."""
@@ -247,3 +273,12 @@ class TokenIds:
 
 
 Tokenizer = HfTokenizer | TokenIds
+
+
+def check_vocabulary(own: Tokenizer, other: Tokenizer, name: str) -> None:
+    """Raises ValueError, naming the other model, unless both have the same tokens."""
+    mine, others = (x.inner.get_vocab() if isinstance(x, HfTokenizer) else {"": x.vocab} for x in (own, other))
+    if differ := len(mine.items() ^ others.items()):
+        raise ValueError(
+            f"{name} has another tokenizer than the policy ({differ} entries differ); use one with it, or a server"
+        )

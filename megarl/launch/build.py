@@ -1,39 +1,49 @@
 """Builds what every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
 
-run_rl.py, run_sft.py and run_check.py build the rest. Every rank must call the same functions in the same order, since
+run_rl.py, run_dpo.py, run_check.py ... build the rest. Every rank must call the same functions in the same order, since
 engines and process groups are created by collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
-from megarl.checkpoint.state import Checkpoints
+from megarl.checkpoint.state import Checkpoints, Further
 from megarl.config.load import run_dir
-from megarl.config.schema import Config, Task
+from megarl.config.schema import Config, FrozenModel, Task
+from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
-from megarl.data.tokenizer import Tokenizer, load_tokenizer, prompt_encoder
+from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, pad_token, prompt_encoder
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
-from megarl.models.registry import fp32_tensors, read_model
+from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
+from megarl.rewards.served_model import ServedModel, client_of
+from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry, open_telemetry
+from megarl.trainer.actor_critic import ActorCritic, CriticHead
+from megarl.trainer.heads import Head, RewardHead, ValueHead
+from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.reference import logprobs_in_turn
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, ObjectiveState
+from megarl.types import CheckFailed, ObjectiveState, TokenBatch
 from megarl.weights.transports import Transport
 from megarl.weights.transports.collective import Collective
 from megarl.weights.transports.inprocess import InProcess
@@ -85,18 +95,64 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
-def make_trainer(rank: Rank, layout: Layout | None = None) -> Trainer:
-    """The trainer of the configured model, in the rank's layout or another one."""
+def make_trainer(rank: Rank, layout: Layout | None = None, head: Head | None = None) -> Trainer:
+    """The trainer of the configured model, in the rank's layout or another one, with the vocabulary head or another."""
     config = rank.config
     return Trainer.build(
         rank.shape,
         layout or rank.layout,
         train=config.train,
         moe=config.moe,
+        head=head,
         folder=rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
         megatron_options=config.trainer.megatron_options,
+    )
+
+
+def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLearner | ActorCritic:
+    """The learner, with a critic if the objective needs one; its reference policy is the trainer's current weights."""
+    config, critic = rank.config, rank.config.critic
+    frozen = {
+        field: frozen_model(rank, part, key, trainer)
+        for field, key in (("ref_logprobs", "reference"), ("teacher_logprobs", "teacher"))
+        if (part := getattr(config, key)) is not None
+    }
+    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen)
+    if not objective.algorithm.needs_critic:
+        return learner
+    folder = rank.model_folder if critic.model is None else model_folder(critic.model, None)
+    head = CriticHead() if critic.bootstrap_truncated else ValueHead()
+    values = build_beside(trainer, rank, folder, head, {"lr": critic.lr, "min_lr": critic.min_lr})
+    return ActorCritic(learner, values, critic)
+
+
+def frozen_model(rank: Rank, part: FrozenModel, key: str, trainer: Trainer) -> Callable[[TokenBatch], Tensor]:
+    """Returns the function that scores batches with the model of the section `key`."""
+    if part.model is None:
+        return ServedModel(client_of(part, key), part.served_name, rank.transport)
+    folder = model_folder(part.model, None)
+    check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"{key}.model={part.model}")
+    offload = {"offload": ("gradients", "optimizer", "weights"), "optimizer_cpu_offload": False}
+    frozen = build_beside(trainer, rank, folder, None, offload)
+    check_weights(rank, frozen)
+    frozen.memory.offload_all()
+    return partial(logprobs_in_turn, frozen, trainer.memory)
+
+
+def build_beside(trainer: Trainer, rank: Rank, folder: Path, head: Head | None, train: dict[str, Any]) -> Trainer:
+    """Returns a trainer of another model; `train` has the settings that differ."""
+    return Trainer.build(
+        read_model(folder),
+        rank.layout,
+        train=rank.config.train.model_copy(update=train),
+        moe=rank.config.moe,
+        head=head,
+        folder=folder,
+        device=rank.device.torch,
+        megatron_options=rank.config.trainer.megatron_options,
+        beside=trainer,
     )
 
 
@@ -116,15 +172,25 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
     config, task = rank.config, task or rank.config.task
     if len(set(rank.transport.gather(task.model_dump_json()))) > 1:  # each node has resolved the revision itself
         raise ValueError(f"task.name={task.name}: the dataset changed while the nodes read it; start again")
-    return PromptStream(
+    stream = PromptStream(
         load_sources(task, split, [eval_task(task, part) for part in config.eval.sets] if split == "train" else ()),
         prompt_encoder(rank.tokenizer, task),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,
     )
+    if config.stage == "sft":
+        stream.example = example_encoder(rank.tokenizer, task, config.sft.roles)
+    return stream
 
 
-def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state: ObjectiveState) -> Checkpoints:
+def make_checkpoints(
+    rank: Rank,
+    trainer: Trainer,
+    prompts: PromptStream,
+    state: ObjectiveState,
+    critic: Trainer | None = None,
+    further: Further | None = None,
+) -> Checkpoints:
     config = rank.config
     return Checkpoints(
         run_dir(config) / "checkpoints",
@@ -136,11 +202,15 @@ def make_checkpoints(rank: Rank, trainer: Trainer, prompts: PromptStream, state:
         last_step=config.train.steps,
         asynchronous=config.checkpoint.asynchronous,
         export=partial(export, rank, trainer),
+        critic=critic,
+        further=further or Further(),
     )
 
 
 @contextmanager
-def saved(trainer: Trainer, checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
+def saved(
+    trainer: Trainer | PolicyLearner | ActorCritic, checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield
@@ -167,6 +237,13 @@ def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
     return closing(telemetry)
 
 
+def make_evaluation(rank: Rank, measures: Sequence[Measure], *, every: int, **outputs: Any) -> Evaluation:
+    """Results go to eval.jsonl and the terminal; `outputs` are other fields of Evaluation."""
+    if rank.env.is_main:
+        outputs |= {"file": run_dir(rank.config) / "eval.jsonl", "say": print}
+    return Evaluation(measures, every=every, last_step=rank.config.train.steps, **outputs)
+
+
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     """Writes the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
 
@@ -184,4 +261,19 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
         transport=rank.transport,
         dtype=DTYPES[rank.config.train.dtype],
         fp32=fp32_tensors(rank.shape),
+        changes=_changes_by_head(rank, trainer.head),
     )
+
+
+def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:
+    """Returns the keys of config.json, and of the tokenizer's, that differ in a folder of the model with this head."""
+    if not isinstance(head, ValueHead):
+        return {}
+    name = FAMILIES[rank.shape.family].architecture.removesuffix("ForCausalLM") + head.architecture
+    pad, text = pad_token(rank.tokenizer)
+    config = {"architectures": [name], "num_labels": head.outputs, "id2label": None, "label2id": None}
+    if isinstance(head, RewardHead):
+        config["megarl_reward_head"] = {"kind": head.kind, "aggregate": head.aggregate}
+    has_file = text is not None and (rank.model_folder / "tokenizer_config.json").is_file()
+    tokenizer = {"tokenizer_config.json": {"pad_token": text}} if has_file else {}
+    return {"config.json": config | {"pad_token_id": pad}, **tokenizer}

@@ -22,7 +22,7 @@ import torch
 
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-from megarl.trainer.offload import Memory
+from megarl.trainer.offload import Memories, Memory
 
 
 class EngineMemory(Protocol):
@@ -41,7 +41,7 @@ class TimedPhases:
     span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
     device: torch.device
-    trainer: Memory
+    trainer: Memory | Memories
     engine: EngineMemory | None = None  # None: a stage that samples nothing
     current: CurrentPhase = field(default_factory=CurrentPhase)
     _peaks: list[float] = field(default_factory=list)  # so far, of each open phase and part

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
+from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config, Create
-from megarl.config.validate import ENGINE_COMMANDS, ENGINE_STAGES, Job, check_config
+from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
+from megarl.data.conversations import example_encoder
 from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
@@ -28,7 +30,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     folder = model_folder(model.path, model.revision) if model.path is not None else None
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-    is_evaluated = command == "eval" or (config.stage in ENGINE_STAGES and config.eval.every > 0)
+    is_evaluated = command == "eval" or config.eval.every > 0
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
     if config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS:
         notes += tuple(check_problems(make_rewards(config.rewards), partial(load_sources, config.task)))
@@ -41,7 +43,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
 def _check_text(config: Config, folder: Path | None) -> None:
     """Raises ValueError for settings that the model's tokenizer cannot follow; without such settings, loads nothing."""
     task, stop = config.task, config.rollout.stop
-    if not (task.template == "chat" or task.system_prompt or task.template_args or stop):
+    firsts = [source.problem(0) for source in load_sources(task)] if config.stage == "sft" else []
+    has_examples = any(not isinstance(p.question, str) or "completion" in p.extra for p in firsts)
+    if not (has_examples or task.template == "chat" or task.system_prompt or task.template_args or stop):
         return
     if folder is not None:
         tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
@@ -49,9 +53,10 @@ def _check_text(config: Config, folder: Path | None) -> None:
         from megarl.launch.random_model import random_tokenizer
 
         tokenizer = random_tokenizer(config.model.create or Create())
-    encode = prompt_encoder(tokenizer, task)
-    for source in load_sources(task):
-        encode(source.problem(0).question)
+    encode, example = prompt_encoder(tokenizer, task), example_encoder(tokenizer, task, config.sft.roles)
+    for problem in firsts or [source.problem(0) for source in load_sources(task)]:
+        if config.stage != "sft" or example(problem) is None:
+            encode(problem.question)
     stop_token_ids(tokenizer, stop)
 
 

@@ -20,7 +20,7 @@ from megarl.config.schema import Config
 # Keys and sections that may change when a run is resumed.
 FREE = {
     "names": ("run.name", "run.dir"),
-    "length of the run": ("train.steps", "sft.until_accuracy"),
+    "length of the run": ("train.steps", "sft.until_accuracy", "sft.patience"),
     "what is recorded, and how often": ("eval.every", "eval.size", "eval.temperature", "checkpoint", "telemetry"),
     "refusals": ("checks", "model.trust_remote_code"),
     "layout: the same result to rounding": ("parallel", "launch", "sync", "rollout.tensor", "rollout.expert",

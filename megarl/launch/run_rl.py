@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
-from megarl.config.load import run_dir
+from megarl.checkpoint.state import Further
 from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
@@ -27,6 +27,8 @@ from megarl.launch.build import (
     check_weights,
     export,
     make_checkpoints,
+    make_evaluation,
+    make_learner,
     make_prompts,
     make_trainer,
     open_rank,
@@ -45,6 +47,7 @@ from megarl.launch.parity import (
     sampled_rows,
 )
 from megarl.launch.phases import TimedPhases
+from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes
@@ -57,9 +60,10 @@ from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
-from megarl.stages.evaluation import Evaluation, ProblemSet
+from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
 from megarl.stages.rl import RlRun, train
-from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.actor_critic import ActorCritic
+from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, Sample, Terminated, TrainBatch
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
@@ -67,6 +71,7 @@ from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender,
 PARITY_PROMPTS = 8
 ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
 LAST_STEPS = 50  # of a replica's ranks, after SIGTERM
+Learner = PolicyLearner | ActorCritic
 Span = Callable[[str], AbstractContextManager[None]]
 
 
@@ -81,7 +86,8 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(config, env, phase) as rank:
         trainer, engine = _trainer_and_engine(rank)
         publisher(rank, trainer, engine, parity_checks(rank, trainer, engine)).publish(version=0)
-        evaluation = _evaluation(rank, _exchange(rank, engine), every=1)
+        exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
+        evaluation = _evaluation(rank, exchange, every=1)
         evaluation.forget(0)
         evaluation.run(0)
 
@@ -154,35 +160,50 @@ def _trainer_and_engine(rank: Rank) -> tuple[Trainer, Engine]:
     return trainer, engine
 
 
-def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
-    """Runs the loop from the start, or from a checkpoint, to the last step; returns the trained policy.
+def train_policy(
+    rank: Rank,
+    start_engine: Callable[[Rank], Engine],
+    objective: Objective | None = None,  # None: the section `algorithm`
+    select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
+    *,
+    loop: Callable[[RlRun], None] = train,
+    beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
+) -> Trainer:
+    """Runs the loop from the start or from a checkpoint; returns the trained policy.
+
+    `beside` is called before a checkpoint is restored: what else they save.
 
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
     """
     config = rank.config
     trainer, prompts = make_trainer(rank), make_prompts(rank)
-    objective = Objective(config.algorithm, config.rollout.max_tokens)
-    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed)  # its reference is the model before any step
-    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state())
+    objective = objective or make_objective(config)
+    learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
+    critic = learner.critic
+    reward_model = make_reward_model(rank, trainer)
+    further = beside(learner, reward_model)
+    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state(), critic, further)
     start, state = checkpoint.restore(config.checkpoint.resume)
-    check_weights(rank, trainer)
-    trainer.memory.offload_all()
+    for trained in filter(None, (trainer, learner.critic)):
+        check_weights(rank, trained)
+    learner.memory.offload_all()
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
-        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, trainer.memory, engine, rank.phase)
-        exchange = _exchange(rank, engine, phases.part)
+        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.memory, engine, rank.phase)
+        exchange = _exchange(rank, engine, phases.part, reward_model)
         evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
         evaluation.forget(start)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
         weights.span = phases.part
+        timed = learner.timed(phases.part)
         run = RlRun(
             prompts=prompts,
             rollouts=_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
-            learner=replace(learner, span=phases.part),
+            learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
             evaluation=evaluation,
@@ -195,10 +216,14 @@ def train_policy(rank: Rank, start_engine: Callable[[Rank], Engine]) -> Trainer:
             prompts_per_step=config.train.prompts_per_step,
             start=start,
         )
-        with saved(trainer, checkpoint, engine.sleep):
-            train(run)
-    trainer.memory.onload_all()
+        with saved(learner, checkpoint, engine.sleep):
+            loop(run)
+    learner.memory.onload_all()
     return trainer
+
+
+def make_objective(config: Config) -> Objective:
+    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
 
 
 def _engine_share(rank: Rank) -> Rollout:
@@ -244,8 +269,11 @@ def _before_engine_step(rank: Rank) -> None:
             raise Terminated("stopped by SIGTERM")
 
 
-def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
+def _exchange(
+    rank: Rank, engine: Engine, span: Span = nullcontext, reward_model: RewardModel | None = None
+) -> Exchange:
     env, size = rank.env, rank.config.rollout.tensor
+    model = {} if reward_model is None else {"score": partial(reward_model.score, engine, span)}
     return Exchange(
         engine,
         make_scorer(rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer),
@@ -254,6 +282,7 @@ def _exchange(rank: Rank, engine: Engine, span: Span = nullcontext) -> Exchange:
         span=span,
         is_stopping=lambda: rank.phase.is_stopping,
         meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
+        **model,
     )
 
 
@@ -287,15 +316,8 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
         temperature = config.rollout.temperature if part.temperature is None else part.temperature
         prompts = problems(part.size, eval_task(config.task, part))
         sets.append(ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples))
-    return Evaluation(
-        exchange,
-        sets if config.eval.size else sets[2:],
-        run_seed=config.run.seed,
-        every=every,
-        last_step=config.train.steps,
-        file=run_dir(config) / "eval.jsonl" if rank.env.is_main else None,
-        say=print if rank.env.is_main else None,
-    )
+    measures = [partial(sampled, exchange, config.run.seed, part) for part in (sets if config.eval.size else sets[2:])]
+    return make_evaluation(rank, measures, every=every)
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:

@@ -52,8 +52,9 @@ def keep_freed_memory() -> None:
     """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the system faults every
     page in again. Peaks of resident memory then include what earlier phases have freed. Does nothing elsewhere."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, value in MALLOC.values() if mallopt else ():
-        mallopt(option, value)
+    if mallopt is not None:
+        for option, value in MALLOC.values():
+            mallopt(option, value)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 accuracy                 --> rules.py, with judges in processes of their own
 format                   --> a function of rules.py
 code, judge, process     --> the module of that name
+model                    --> model.py, after the exchange of samples: not a reward of the scorer
 package.module:function  --> the user's function
 a URL                    --> a server (remote.py)
 """
@@ -12,31 +13,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 
-from megarl.config.schema import Reward
+from pydantic import BaseModel
+
+from megarl.config.section import Reward, Section
 from megarl.data.tasks import Source
 from megarl.data.user_code import import_function, is_dotted
 from megarl.rewards.code import make_code
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import BatchReward, Decode, ScoreError, unknown_option
+from megarl.rewards.interface import BatchReward, Decode, ScoreError, parse_options, unknown_option
 from megarl.rewards.judge import make_judge
-from megarl.rewards.process import make_process
+from megarl.rewards.process import Splitter, make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN, Accuracy
 
 MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
 MAX_CHECKED = 1000  # problems of a source
-NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process")
+NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process", "model")
+
+
+class ModelOptions(BaseModel):
+    model_config = Section.model_config
+
+    path: str | None = None  # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
+    splitter: Splitter = "paragraph"  # of a process reward model
+
+
+def model_options(reward: Reward) -> ModelOptions:
+    """Raises ValueError if an option is wrong."""
+    return parse_options(ModelOptions, reward)
 
 
 def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
-    """Makes the rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
+    """Makes the scorer's rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
 
-    Raises ValueError if a reward is unknown, does not take its options or is named twice.
+    `model` is only checked. Raises ValueError if a reward is unknown, does not take its options or is named twice.
     """
     names = [reward.name for reward in rewards]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function")
-    return [_make_reward(reward, decode, timeout_s) for reward in rewards]
+    for reward in rewards:
+        if reward.name == "model":
+            model_options(reward)
+    return [_make_reward(reward, decode, timeout_s) for reward in rewards if reward.name != "model"]
 
 
 def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> BatchReward:

@@ -34,6 +34,7 @@ class ScoreRequest:
     tokens: tuple[int, ...] = ()  # of the response
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
+    prompt_tokens: tuple[int, ...] = ()
     final_answer: str | None = None  # what judges compare with `answer` (answers.py); None: the response has none
 
     def arguments(self) -> dict[str, Any]:

@@ -35,13 +35,14 @@ SPLITTERS = {  # the delimiter that ends a step and is part of it
     "newline": r"\n\s*",
     "sentence": r"[.!?]+[\"')\]]*\s+|[\u3002\uff01\uff1f]+\s*|\n\s*",
 }
+Splitter = Literal["paragraph", "newline", "sentence"]
 
 
 class ProcessOptions(HttpOptions):
     """The options of HttpOptions and `batch_size` apply if the scorer is a URL."""
 
     scorer: str
-    splitter: Literal["paragraph", "newline", "sentence", "regex"] = "paragraph"
+    splitter: Splitter | Literal["regex"] = "paragraph"
     pattern: str = ""  # with splitter: regex; what ends a step
     options: dict[str, Any] = Field(default_factory=dict)  # of the scorer, if it is a function
     function_s: PositiveFloat = 10.0  # time limit for one sample, if it is a function

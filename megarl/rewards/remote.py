@@ -14,6 +14,7 @@
 The answer has one entry per sample, matched by id, in any order. `score` is a finite number; for a sample that the
 server cannot score the entry is {"id": ..., "error": "reason"}. For process rewards a sample has `steps`, a list of
 texts, and its entry `steps`, as many numbers. `extra` holds the problem's other fields, if JSON can represent them.
+With the option `tokens: true`, `tokens` are the ids of prompt and response, which `megarl serve-reward` then scores.
 
 Certificates of https servers are always verified, against those of the file SSL_CERT_FILE or else of certifi. Proxies
 in the environment are not used. Secrets belong into the variables that `headers_env` names; URLs with one are refused,
@@ -89,6 +90,7 @@ class HttpClient:
     options: HttpOptions
     headers: Mapping[str, str] = field(repr=False)  # may hold secrets
     certificates: ssl.SSLContext = field(repr=False)
+    max_bytes: int = MAX_BYTES
 
     @classmethod
     def of(cls, url: str, options: HttpOptions, *, reward: str) -> HttpClient:
@@ -189,8 +191,8 @@ class HttpClient:
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
-            if len(data) > MAX_BYTES:
-                raise ScoreError("too_large", f"{self.url} returned more than {MAX_BYTES} bytes")
+            if len(data) > self.max_bytes:
+                raise ScoreError("too_large", f"{self.url} returned more than {self.max_bytes} bytes")
         try:
             return json.loads(data)
         except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -217,11 +219,12 @@ def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_s
     return [values[row["id"]] for row in rows]
 
 
-def request_row(request: ScoreRequest) -> dict[str, Any]:
+def request_row(request: ScoreRequest, *, tokens: bool = False) -> dict[str, Any]:
     """Returns a request as a JSON object, without the problem's fields that JSON cannot represent."""
     fields = ("id", "prompt", "response", "answer", "finish")
     extra = {str(key): value for key, value in request.extra.items() if _is_json(value)}
-    return {**{name: getattr(request, name) for name in fields}, "extra": extra}
+    ids = {"tokens": [*request.prompt_tokens, *request.tokens]} if tokens else {}
+    return {**{name: getattr(request, name) for name in fields}, "extra": extra, **ids}
 
 
 def _is_json(value: Any) -> bool:
@@ -267,6 +270,7 @@ def finite_number(value: Any, source: str) -> float:
 
 class RemoteOptions(HttpOptions):
     batch_size: PositiveInt = 32  # samples in a request
+    tokens: bool = False  # send prompt and response as token ids too, for a server with the policy's tokenizer
 
 
 def make_remote(reward: Reward) -> BatchReward:
@@ -275,7 +279,12 @@ def make_remote(reward: Reward) -> BatchReward:
     client = HttpClient.of(reward.name, options, reward=reward.name)
 
     def score(requests: Sequence[ScoreRequest]) -> list[Score]:
-        values = score_batches(client, [*map(request_row, requests)], options.batch_size, key="score")
+        values = score_batches(
+            client,
+            [request_row(request, tokens=options.tokens) for request in requests],
+            options.batch_size,
+            key="score",
+        )
         return [try_score(lambda value: Score(finite_number(value, client.url)), value) for value in values]
 
     return BatchReward(reward.name, reward.weight, score, client.total_s)

@@ -1,11 +1,12 @@
-"""Scores samples by a weighted sum of named rewards, none of which can stop the run or block it forever.
+"""Scores samples by a weighted sum of named rewards, none of which can block the run forever.
 
     samples --> requests --+--> functions: on this thread, each call under a time limit -------+--> scores --> reward
                            +--> code, servers, judges: on their own threads, while others ------+
                                 are still generated
 
 A score without a value drops the sample: its reward is None and extra["dropped"] has the cause. extra["counted"] has
-the causes of scores with a value (such as 0 for code that never ended). A cause reads `reward/<name>/<cause>`.
+the causes of scores with a value (such as 0 for code that never ended). A cause reads `reward/<name>/<cause>`. Only a
+server that no sample could reach, with all retries, stops the run: its state is saved, and it resumes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
 from megarl.rewards.time_limit import on_daemon_thread
-from megarl.types import Prompt, Sample
+from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
+UNREACHABLE = ("no_connection", "broken")  # causes of remote.py, after its retries
 
 
 def make_scorer(
@@ -127,6 +129,7 @@ class Scoring:
         for name, worker in self._workers.items():
             by_row = worker.results(len(self._added), started)
             scores[name] = [by_row[row] for row in order]
+            _check_reachable(name, scores[name])
         return [
             self._scorer.scored(self._decoded[row][0], {reward.name: scores[reward.name][place] for reward in rewards})
             for place, row in enumerate(order)
@@ -168,6 +171,15 @@ class _Worker:
                 return
 
 
+def _check_reachable(name: str, scores: Sequence[Score]) -> None:
+    """Raises CheckFailed if a server has gone: every sample would be dropped, here and in the steps to come."""
+    if scores and all(score.cause in UNREACHABLE for score in scores):
+        raise CheckFailed(
+            f"the reward {redact(name)} is gone: {redact(scores[0].detail)}; start its server again, and the same "
+            "command resumes"
+        )
+
+
 def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest:
     return ScoreRequest(
         id=f"{sample.prompt_id}/{sample.index}",
@@ -176,6 +188,7 @@ def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest
         answer=prompt.answer,
         final_answer=extract_answer(sample.text, place),
         tokens=tuple(sample.tokens[sample.trainable].tolist()),
+        prompt_tokens=tuple(prompt.tokens),
         finish=sample.finish,
         extra=prompt.extra,
     )

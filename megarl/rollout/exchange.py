@@ -2,6 +2,7 @@
 
     requests (the same on all ranks) --deal: a prompt's samples to one replica--> engine --its first rank scores--+
     the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
+                                         '--> a reward model, whose forward pass takes all ranks, adds its scores
 
 The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks], in
 host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before anything is sent,
@@ -42,6 +43,7 @@ class Exchange:
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of "reward" and "exchange"
     is_stopping: Callable[[], bool] = lambda: False
     meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
+    score: Callable[[list[Sample]], list[Sample]] = lambda samples: samples  # with a reward model
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).
@@ -76,7 +78,7 @@ class Exchange:
         with self.span("exchange"):
             parts = self._gather(part, entries[:: self.member.size, 0].tolist())
         samples = [sample for part in parts for sample in unpack(part)]
-        return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
+        return self.score(sorted(samples, key=lambda sample: (sample.prompt_id, sample.index)))
 
     def _sample(self, requests: Sequence[Request], version: int) -> tuple[Tensor, str]:
         """The scored samples of this replica, packed on its first rank, and their digest."""

@@ -6,7 +6,7 @@ problems of each set -> generate, k samples of each -> share of right answers, p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +25,9 @@ def correctness(sample: Sample) -> float:
     if sample.reward is None:
         return 0.0
     return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
+
+
+Measure = Callable[[int], Mapping[str, float]]  # of a step: the size of a set, metrics and their /low and /high
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,13 @@ class ProblemSet:
 class Evaluation:
     """roles.Evaluation. Every rank must call every method."""
 
-    generate: Generate
-    sets: Sequence[ProblemSet]
-    run_seed: int
+    measures: Sequence[Measure]
     every: int  # 0: never
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
     evaluated: Callable[[int, Mapping[str, Any]], None] | None = None  # Telemetry.evaluated
     say: Callable[[str], None] | None = None  # prints a table, on rank 0
+    measured: set[int] = field(default_factory=set)  # steps; iterations of a run end and begin at the same one
 
     def forget(self, start: int) -> None:
         """Drop the results of steps from `start` on: a resumed run measures them again."""
@@ -63,13 +65,14 @@ class Evaluation:
     def maybe_run(self, step: int) -> dict[str, Any] | None:
         """Run at the start, every `every` steps and at the end; otherwise return None."""
         due = self.every > 0 and (step == 0 or step % self.every == 0 or step == self.last_step)
-        return self.run(step) if due else None
+        return self.run(step) if due and step not in self.measured else None
 
     def run(self, step: int) -> dict[str, Any]:
         """Returns "step", and the size and metrics of each set; each metric has a 95% interval, /low to /high."""
+        self.measured.add(step)
         result: dict[str, Any] = {"step": step}
-        for part in self.sets:
-            result |= self._measure(part, step)
+        for measure in self.measures:
+            result |= measure(step)
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json_line(result))
@@ -79,26 +82,34 @@ class Evaluation:
             self.say(describe(result))
         return result
 
-    def _measure(self, part: ProblemSet, step: int) -> dict[str, float]:
-        prompts = part.prompts()
-        requests = [
-            Request(prompt, index, request_seed(self.run_seed, -1, prompt.prompt_id, index), part.temperature)
-            for prompt in prompts
-            for index in range(part.samples)
-        ]
-        scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
-        for sample in self.generate(requests, version=step):
-            scores[sample.prompt_id].append(correctness(sample))
-        is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
-        metrics = {part.metric: ([fmean(values) for values in scores.values()], part.samples if is_binary else None)}
-        for k in ks_of(part.samples):
-            passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
-            metrics[f"{part.prefix}pass@{k}"] = (passed, part.samples)
-        result: dict[str, float] = {f"{part.prefix}size": len(prompts)}
-        for name, (values, samples) in metrics.items():
-            low, high = mean_interval(values, samples)
-            result |= {name: fmean(values), f"{name}/low": low, f"{name}/high": high}
-        return result
+
+def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> dict[str, float]:
+    """Samples the problems of a set with the engine: the mean score of a problem, and pass@k."""
+    prompts = part.prompts()
+    requests = [
+        Request(prompt, index, request_seed(run_seed, -1, prompt.prompt_id, index), part.temperature)
+        for prompt in prompts
+        for index in range(part.samples)
+    ]
+    scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
+    for sample in generate(requests, version=step):
+        scores[sample.prompt_id].append(correctness(sample))
+    is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
+    means = [fmean(values) for values in scores.values()]
+    result = {
+        f"{part.prefix}size": len(prompts),
+        **with_interval(part.metric, means, part.samples if is_binary else None),
+    }
+    for k in ks_of(part.samples):
+        passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
+        result |= with_interval(f"{part.prefix}pass@{k}", passed, part.samples)
+    return result
+
+
+def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -> dict[str, float]:
+    """Returns the mean score and its 95% interval (`mean_interval`)."""
+    low, high = mean_interval(scores, samples)
+    return {name: fmean(scores), f"{name}/low": low, f"{name}/high": high}
 
 
 def describe(result: Mapping[str, Any]) -> str:

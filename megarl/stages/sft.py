@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one batch of examples per step, no engine.
+"""Supervised fine-tuning on one batch of examples per step (offline.py).
 
 Each batch is new, and is scored before it is trained on: exp of an answer's log-prob is the probability of sampling
 exactly that answer, so its mean is the sampled accuracy, measured without sampling.
@@ -6,57 +6,62 @@ exactly that answer, so its mean is the sampled accuracy, measured without sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.packing import plan_microbatches
-from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
+from megarl.stages.offline import OfflineRun
 from megarl.trainer.trainer import Trainer
-from megarl.types import ObjectiveState, Prompt, StepReport, Terminated, TokenBatch
+from megarl.types import StepReport, TokenBatch
 
 
 @dataclass
-class SftRun:
-    """The parts of a run. `start` is the number of steps already done."""
+class Sft:
+    """Learns answers, and measures the loss on held-out ones, `run.state.held_out`, before the step is saved."""
 
-    prompts: Prompts
-    examples: Callable[[Sequence[Prompt]], TokenBatch]
+    run: OfflineRun
     trainer: Trainer
-    phases: Phases
-    checkpoint: Checkpoint
-    telemetry: Telemetry
-    state: ObjectiveState
-    steps: int
-    prompts_per_step: int
+    held_out: Callable[[], TokenBatch]  # examples to evaluate on, the same each time
+    eval_every: int = 0  # steps, and at the end; 0: never
     until_accuracy: float | None = None  # stop once the sampled accuracy reaches this
-    start: int = 0
-    is_stopping: Callable[[], bool] = lambda: False  # the same on every rank
+    patience: float = inf  # stop after as many evaluations without a lower held-out loss
+
+    def __post_init__(self) -> None:
+        self._step = self.run.start
+        if self.run.state.held_out[1] >= self.patience:  # a finished run was resumed
+            self.run.steps = self.run.start
+
+    def learn(self, batch: TokenBatch) -> StepReport:
+        with self.run.telemetry.span("logprobs"):
+            logprobs_T = self.trainer.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        accuracy = sampled_accuracy(batch, logprobs_T)
+        with self.run.telemetry.span("update"):
+            report = train_supervised(self.trainer, batch)
+        report = replace(report, metrics={**report.metrics, "accuracy/sampled": accuracy})
+        self._step += 1
+        is_last = self.is_done(report) or self._step == self.run.steps
+        if not self.eval_every or not (is_last or self._step % self.eval_every == 0):
+            return report
+        loss, (lowest, since) = mean_loss(self.trainer, self.held_out()), self.run.state.held_out
+        self.run.state = replace(self.run.state, held_out=(loss, 0) if loss < lowest else (lowest, since + 1))
+        return replace(report, metrics={**report.metrics, "eval/loss": loss})
+
+    def is_done(self, report: StepReport) -> bool:
+        is_learned = self.until_accuracy is not None and report.metrics["accuracy/sampled"] >= self.until_accuracy
+        return is_learned or self.run.state.held_out[1] >= self.patience
 
 
-def sft(run: SftRun) -> None:
-    for step in range(run.start, run.steps):
-        if run.is_stopping():
-            raise Terminated("stopped by SIGTERM")
-        with run.telemetry.step(step) as record:
-            batch = run.examples(run.prompts.take(run.prompts_per_step))
-            with run.phases.train():
-                with run.telemetry.span("logprobs"):
-                    logprobs_T = run.trainer.forward(batch).logprobs_T
-                assert logprobs_T is not None
-                accuracy = sampled_accuracy(batch, logprobs_T)
-                with run.telemetry.span("update"):
-                    report = train_supervised(run.trainer, batch)
-                is_done = run.until_accuracy is not None and accuracy >= run.until_accuracy
-            with run.phases.save():
-                run.checkpoint.maybe_save(step + 1, run.state, last=is_done)
-            metrics = {**report.metrics, "accuracy/sampled": accuracy}
-            record(None, replace(report, metrics=metrics), None)
-        if is_done:
-            return
+def mean_loss(trainer: Trainer, batch: TokenBatch) -> float:
+    """Returns the cross-entropy of a learned token, in nats."""
+    logprobs_T = trainer.forward(batch).logprobs_T
+    assert logprobs_T is not None
+    return -float(logprobs_T[batch.mask].double().mean())
 
 
 def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:

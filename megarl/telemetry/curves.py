@@ -41,8 +41,10 @@ PANELS: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("gradient norm", {"grad_norm": "gradient norm"}, "linear"),
     ("log-prob difference, trainer and engine", {"logprob_diff/mean": "mean", "logprob_diff/max": "max"}, "log"),
     ("KL divergence", {"kl/ref": "from the reference", "kl/rollout": "from the engine"}, "linear"),
+    ("KL from the teacher", {"kl/teacher": "on the samples"}, "linear"),
     ("response length, tokens", {"length/mean": "mean"}, "linear"),
-    ("loss", {"loss": "loss"}, "linear"),
+    ("loss", {"loss": "loss", "value/loss": "of the critic", "eval/loss": "held out"}, "linear"),
+    ("critic: explained variance", {"value/explained_variance": "explained variance"}, "linear"),
     (
         "seconds",
         {"time/step": "step", "time/generate": "generate", "time/update": "update", "time/publish": "publish"},
@@ -55,6 +57,7 @@ MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 HEADLINE = {
     "reward/accuracy/mean": "accuracy, sampled",
     "accuracy/sampled": "accuracy, sampled",
+    "accuracy": "accuracy, before training on them",
     "reward/mean": "reward",
 }
 HELD_OUT = {"accuracy": "accuracy, held-out problems", "sampled_accuracy": "sampled accuracy, held-out problems"}

@@ -5,16 +5,21 @@ A head reads only the positions it selects, so prompts cost no logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megarl.algorithms.reward_model import response_positions, row_scores
+from megarl.models.shape import ModelShape
+from megarl.models.shards import Replicated, Rule, Table
+from megarl.platform.json_text import parse_json
 from megarl.trainer.logprobs import VocabShard, token_outputs
-from megarl.types import TokenBatch, TokenOutputs
+from megarl.types import MicrobatchRows, TokenBatch, TokenOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,15 @@ class Head(Protocol):
         ...
 
     def attach(self, model: GPTModel) -> None:
-        """Adds the head's parameters to the last model chunk, after the weights are loaded."""
+        """Adds the head's parameters, initialised, to the last model chunk."""
         ...
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
         """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`."""
+        ...
+
+    def table(self, table: Table, shape: ModelShape) -> Table:
+        """Returns the family's table with the tensors that a folder of the model with this head has."""
         ...
 
 
@@ -82,40 +91,98 @@ class VocabularyHead:
             entropy=options.entropy,
         )
 
+    def table(self, table: Table, shape: ModelShape) -> Table:
+        return table
+
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
     """A critic: a linear layer from the hidden state to one value at each trained position, initialised to 0.
 
-    Its parameters, `value_head.weight` and `value_head.bias`, are replicated on all tensor ranks.
+    The hidden state is that which enters the vocabulary head, so after the final norm. Its parameters,
+    `value_head.weight` and `.bias`, are replicated on all tensor ranks; in a Hugging Face folder, a token classifier
+    without `lm_head`, they are `score.weight` and `.bias`.
     """
 
     is_tensor_parallel: bool = False
+    outputs: ClassVar[Any] = 1
+    architecture: ClassVar[Any] = "ForTokenClassification"  # of the folder, in transformers
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        return ("values_T",)
+        return ("values_T", "gates_T")[: self.outputs]
 
     def positions(self, batch: TokenBatch) -> Tensor:
         return batch.mask
 
     def attach(self, model: GPTModel) -> None:
-        weight = next(model.parameters())
-        model.value_head = torch.nn.Linear(model.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)
+        weight, has_bias = next(model.parameters()), self.architecture == "ForTokenClassification"
+        if not model.share_embeddings_and_output_weights:
+            model.output_layer.weight = None  # of the vocabulary; a tied one is the embedding
+        model.value_head = torch.nn.Linear(
+            model.config.hidden_size, self.outputs, bias=has_bias, device=weight.device, dtype=weight.dtype
+        )
         for parameter in model.value_head.parameters():
             torch.nn.init.zeros_(parameter)
+
+    def table(self, table: Table, shape: ModelShape) -> Table:
+        rules: list[Rule] = [Replicated("score.weight", "value_head.weight", (self.outputs, shape.hidden))]
+        if self.architecture == "ForTokenClassification":
+            rules.append(Replicated("score.bias", "value_head.bias", (self.outputs,)))
+        kept = (rule for rule in table.head if rule.param != "output_layer.weight")
+        return replace(table, head=(*kept, *rules))
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
         linear = model.get_submodule("value_head")
         assert isinstance(linear, torch.nn.Linear)
-        weight_1H, bias_1 = linear.weight.float(), linear.bias.float()
-        return TokenOutputs(values_T=torch.nn.functional.linear(hidden_SH.float(), weight_1H, bias_1)[:, 0])
+        bias_O = None if linear.bias is None else linear.bias.float()
+        outputs_SO = torch.nn.functional.linear(hidden_SH.float(), linear.weight.float(), bias_O)
+        return TokenOutputs(**dict(zip(self.fields(entropy=False), outputs_SO.unbind(1), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class RewardHead(ValueHead):
-    """A reward model: one number per row, at its last position; 0 elsewhere."""
+    """A reward model. `scores` are one number per row; where the head does not read, outputs are 0.
+
+    scalar    reads the last token of each row; a sequence classifier in a folder, without bias
+    token     reads the response's tokens and aggregates; "weighted": a second output is the logit of a token's weight
+    process   reads where `mask` is True: the last token of each step of a StepBatch. `values_T` are the scores
+    """
+
+    kind: Literal["scalar", "token", "process"] = "scalar"
+    aggregate: str = "last"  # of kind token: a name of `row_scores`
+
+    @property
+    def outputs(self) -> int:
+        return 2 if self.aggregate == "weighted" else 1
+
+    @property
+    def architecture(self) -> str:
+        return "ForSequenceClassification" if self.kind == "scalar" else "ForTokenClassification"
 
     def positions(self, batch: TokenBatch) -> Tensor:
+        if self.kind != "scalar":
+            return batch.mask if self.kind == "process" else response_positions(batch.mask)
         is_last_T = torch.zeros_like(batch.mask)
         is_last_T[batch.cu_seqlens[1:][batch.cu_seqlens.diff() > 0] - 1] = True
         return is_last_T
+
+    def scores(self, outputs: TokenOutputs, rows: TokenBatch | MicrobatchRows) -> Tensor:
+        """[N] fp32: the score of each row, from what `Trainer.forward` returned for a batch, or a loss was given."""
+        return row_scores(outputs, rows.mask, rows.cu_seqlens, self.aggregate)
+
+
+def load_head(folder: str | Path) -> RewardHead:
+    """Returns the head of a reward model in a Hugging Face folder. Another's token classifier has kind process.
+
+    Its weights are loaded with the model's: ``Trainer.build(read_model(folder), layout, folder=folder,
+    head=load_head(folder), ...)``. Then ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
+    Raises ValueError for a folder of another kind.
+    """
+    config = parse_json((Path(folder) / "config.json").read_bytes())
+    if "megarl_reward_head" in config:
+        return RewardHead(**config["megarl_reward_head"])
+    architecture = next(iter(config.get("architectures") or ()), "unknown")
+    for head in (RewardHead(kind="scalar"), RewardHead(kind="process")):
+        if architecture.endswith(head.architecture):
+            return head
+    raise ValueError(f"{folder} is a {architecture}, not a reward model; use one that stage reward_model exported")

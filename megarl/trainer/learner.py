@@ -1,20 +1,24 @@
-"""The learner of the RL loop: a policy, and its reference where the objective has a KL term."""
+"""The learner of the RL loop: a policy, and its reference and teacher where the objective reads their log-probs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from megarl.algorithms.objective import Objective
+from megarl.data.collate import take_rows
 from megarl.data.packing import plan_microbatches
-from megarl.roles import Gate
+from megarl.roles import Gate, Learner
+from megarl.trainer.offload import Memory
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
+
+Frozen = Mapping[str, Callable[[TrainBatch], Tensor]]  # fields of TokenScores that other models compute
 
 
 @dataclass(frozen=True)
@@ -26,25 +30,41 @@ class PolicyLearner:
     reference: Reference | None
     seed: int  # for the random choice of tokens in clip_cov
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
+    frozen: Frozen = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trainer: Trainer, objective: Objective, *, seed: int = 0) -> PolicyLearner:
-        """The reference policy is a copy of the trainer's current weights."""
-        reference = Reference(trainer.parameters_by_name().values()) if objective.algorithm.needs_reference else None
-        return cls(trainer, objective, reference, seed)
+    def of(
+        cls, trainer: Trainer, objective: Objective, *, seed: int = 0, frozen: Frozen | None = None
+    ) -> PolicyLearner:
+        """The reference policy is a copy of the trainer's current weights, unless it is one of `frozen`."""
+        is_copied = objective.needs_reference and "ref_logprobs" not in (frozen or {})
+        reference = Reference(trainer.parameters_by_name().values()) if is_copied else None
+        return cls(trainer, objective, reference, seed, frozen=frozen or {})
+
+    @property
+    def critic(self) -> None:
+        return None
+
+    @property
+    def memory(self) -> Memory:
+        return self.trainer.memory
+
+    def timed(self, span: Callable[[str], AbstractContextManager[Any]]) -> PolicyLearner:
+        return replace(self, span=span)
 
     def score(self, batch: TrainBatch) -> TokenScores:
         """Returns log-probs of `labels` under the current weights, and under the reference if there is one.
 
-        No forward pass is made that the update would repeat: if nothing reads the former before it, they are None.
+        No forward pass is made that the update would repeat: if nothing reads the former before it, they are None. The
+        latter are None right after the reference has become the policy, when they equal the former.
         """
         needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1
         with self.span("logprobs"):
-            old_T, ref_T = self._logprobs(batch) if needs_old else None, None
-            if self.reference is not None:
+            old_T, ref_T = self.logprobs(batch) if needs_old else None, None
+            if self.reference is not None and not self.reference.is_policy:
                 with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
-                    ref_T = self._logprobs(batch)
-            return TokenScores(old_T, ref_T)
+                    ref_T = self.logprobs(batch)
+            return replace(TokenScores(old_T, ref_T), **{name: score(batch) for name, score in self.frozen.items()})
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
@@ -52,17 +72,10 @@ class PolicyLearner:
         The gate sees the batch with its old log-probs: before the update, or where they are those of the update's own
         forward pass, between its backward pass and the optimizer's step.
         """
-        train = self.trainer.train
-        # rows of a group share their prompt, in a micro-batch large enough for the group
-        is_whole = self.trainer.shares_prefixes and _largest_group(batch) <= train.max_tokens_per_microbatch
-        units = batch.group.tolist() if is_whole else None
-        plans = [
-            plan_microbatches(batch, self.trainer.layout, train, units=units, shuffle=self._order(epoch))
-            for epoch in range(train.epochs_per_batch)
-        ]
+        plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
-            batch = replace(batch, old_logprobs=self._logprobs(batch))
+            batch = replace(batch, old_logprobs=self.logprobs(batch))
         metrics: dict[str, float] = {"packing/efficiency": plans[0].efficiency}
 
         def judge(outputs: TokenOutputs) -> None:
@@ -82,6 +95,8 @@ class PolicyLearner:
                     before_step = None if is_judged or updates else judge
                     updates.append(self._update(batch, part, weights_T, len(updates), before_step))
             self.trainer.finish_batch()
+        if self.reference is not None:
+            self.reference.is_policy = False
         return StepReport(tuple(updates), metrics)
 
     def _update(
@@ -95,7 +110,7 @@ class PolicyLearner:
         select_T = None
         if self.objective.selects_tokens:
             seed = self.seed + 1000 * self.trainer.scheduler.step + index
-            logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)
+            logprobs_T = batch.old_logprobs if index == 0 else self.logprobs(batch)
             assert logprobs_T is not None
             select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
         loss = self.objective.loss(batch, select_T)
@@ -103,16 +118,51 @@ class PolicyLearner:
         report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy)
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
 
-    def _order(self, epoch: int) -> str | None:
-        """Returns the seed of an epoch's order of groups; where an update takes all of them there is none."""
-        if epoch == 0 or self.trainer.train.updates_per_step == 1:
-            return None
-        return f"{self.seed} {self.trainer.scheduler.step} {epoch}"
-
-    def _logprobs(self, batch: TrainBatch) -> Tensor:
+    def logprobs(self, batch: TrainBatch) -> Tensor:
         logprobs_T = self.trainer.forward(batch).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
+
+
+def batch_plans(batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows: bool = False) -> list[MicrobatchPlan]:
+    """Returns a plan for each pass over the batch; with `couples_rows` those of a group share a micro-batch."""
+    train = trainer.train
+    # rows of a group share their prompt, in a micro-batch large enough for the group
+    is_whole = trainer.shares_prefixes and _largest_group(batch) <= train.max_tokens_per_microbatch
+    units = batch.group.tolist() if is_whole or couples_rows else None
+    return [
+        plan_microbatches(batch, trainer.layout, train, units=units, shuffle=_order(trainer, seed, epoch))
+        for epoch in range(train.epochs_per_batch)
+    ]
+
+
+def _order(trainer: Trainer, seed: int, epoch: int) -> str | None:
+    """Returns the seed of an epoch's order of groups; where an update takes all of them there is none."""
+    if epoch == 0 or trainer.train.updates_per_step == 1:
+        return None
+    return f"{seed} {trainer.scheduler.step} {epoch}"
+
+
+SelectRows = Callable[[ScoredBatch], list[int]]
+
+
+@dataclass(frozen=True)
+class SelectingLearner:
+    """roles.Learner: trains on some rows of each batch, `select`; the gate sees these."""
+
+    learner: Learner
+    select: SelectRows
+
+    def score(self, batch: TrainBatch) -> TokenScores:
+        return TokenScores(None, None)
+
+    def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
+        part = take_rows(batch, self.select(batch))
+        scores = self.learner.score(part)
+        part = replace(part, old_logprobs=scores.old_logprobs, ref_logprobs=scores.ref_logprobs)
+        report = self.learner.update(part, gate=gate)
+        skipped = batch.group.unique().numel() - part.group.unique().numel()
+        return replace(report, metrics={**report.metrics, "groups/skipped": skipped})
 
 
 def _largest_group(batch: TrainBatch) -> int:

@@ -23,7 +23,8 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path) -> None:
     """Fill `parameters` (local Megatron names) from `folder`; padding rows of the vocabulary become zero.
 
-    Raises ValueError if a tensor of the folder is missing, has another shape or is quantised.
+    A value head (`score.`) that the folder lacks stays as it is. Raises ValueError if another tensor is missing, or
+    one has another shape or is quantised.
     """
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
     for part in slices:
@@ -35,6 +36,10 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
         if name.endswith(_PADDED):
             parameter.zero_()
         for part in by_param[name]:
+            if part.name.startswith("score."):
+                if part.name not in source.tensors:
+                    continue
+                source.check({part.name: part.shape}, ignored=source.tensors)
             if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:  # quantised: it needs its scales
                 stored = source.tensors[part.name].dtype
                 raise ValueError(f"{folder}: {part.name} is quantised ({stored}); use a bf16 copy of the model")

@@ -149,6 +149,33 @@ class Memory:
             torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
 
+class Memories:
+    """The memories of several trainers of one process, moved together at the boundaries of phases."""
+
+    def __init__(self, *parts: Memory) -> None:
+        self.parts = parts
+
+    def free_gradients(self) -> None:
+        for part in self.parts:
+            part.free_gradients()
+
+    def offload_training_state(self) -> None:
+        for part in self.parts:
+            part.offload_training_state()
+
+    def offload_all(self) -> None:
+        for part in self.parts:
+            part.offload_all()
+
+    def onload_weights(self) -> None:
+        for part in self.parts:
+            part.onload_weights()
+
+    def onload_all(self) -> None:
+        for part in self.parts:
+            part.onload_all()
+
+
 def flat_storage(x: Tensor) -> Tensor:
     """Returns the whole storage of `x` as [bytes] uint8."""
     return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,5 @@
-"""The reference policy: a host copy of each rank's weights, exchanged with the current ones for one forward pass."""
+"""The reference policy: a host copy of each rank's weights, exchanged with the current ones for one forward pass.
+Another model, as the reference or a teacher, is a trainer of its own that is never updated."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megarl.trainer.offload import HostBuffer
+from megarl.trainer.offload import HostBuffer, Memory
+from megarl.trainer.trainer import Trainer
+from megarl.types import TokenBatch
 from megarl.weights.checksum import checksum
 
 EXCHANGED_BYTES = 64 << 20  # on the device at a time
@@ -19,8 +22,15 @@ class Reference:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host = HostBuffer()
+        self.reset(parameters)
+        self.is_policy = False  # a checkpoint may be loaded now
+
+    @torch.no_grad()
+    def reset(self, parameters: Iterable[Tensor]) -> None:
+        """Copies the current weights, bit for bit; `is_policy` is then True until the first update."""
         for there, here in self._host.beside(parameters):
             here.copy_(there)
+        self.is_policy = True
 
     @contextmanager
     def in_place_of(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -43,3 +53,15 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
             held = device.clone()
             device.copy_(host, non_blocking=True)
             host.copy_(held, non_blocking=True)
+
+
+def logprobs_in_turn(frozen: Trainer, trained: Memory, batch: TokenBatch) -> Tensor:
+    """Returns Trainer.forward's log-probs of `labels` under `frozen`, which was built beside the trained model and
+    offloads everything; meanwhile that one is offloaded as it is set to. Every rank must call it."""
+    trained.offload_all()
+    frozen.memory.onload_weights()
+    logprobs_T = frozen.forward(batch).logprobs_T
+    frozen.memory.offload_all()
+    trained.onload_weights()
+    assert logprobs_T is not None
+    return logprobs_T

@@ -30,7 +30,7 @@ from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, slices_of
+from megarl.models.shards import ShardSlice, Table, shapes_of, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
@@ -63,6 +63,7 @@ class Trainer:
     router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
     memory: Memory
     traced: SlicesByRank | None = None  # by rank, recorded from Megatron-Bridge; None: the family has a table
+    owns_groups: bool = True  # False: built beside another trainer
 
     @classmethod
     def build(
@@ -77,6 +78,7 @@ class Trainer:
         head: Head | None = None,  # None: log-probs over the vocabulary
         seed: int = 0,
         megatron_options: Mapping[str, Any] | None = None,  # of TransformerConfig and DistributedDataParallelConfig
+        beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
 
@@ -85,31 +87,30 @@ class Trainer:
         moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
         options = {name: value for name, value in (megatron_options or {}).items() if name != "unsafe"}
         reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
-        groups = init_parallel(layout, seed=seed)
+        assert beside is None or beside.layout == layout
+        groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         model, traced = _build_model(shape, layout, train, moe, options, use_te=device.type == "cuda")
-        if is_checkpoint(Path(folder)):  # written by `megarl convert --to megatron`
-            rank_state.load(model, Path(folder))
-        else:
-            slices = traced[layout.rank] if traced else _slices(shape, layout, use_te=device.type == "cuda")
-            load_hf(local_tensors(model), slices, folder)
-        if layout.pp.last:
-            head.attach(model[-1])
-        overlaps = device.type == "cuda" and layout.dp.size * layout.cp.size > 1
+        _load(model, shape, layout, head, Path(folder), traced, use_te=device.type == "cuda")
+        # an overlapped reduction waits for the gradient of the output layer, which other heads do not use
+        overlaps = device.type == "cuda" and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
         chunks = wrap(model, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
         scheduler = LrSchedule(train)
         return cls(
-            shape, layout, train, head, groups, device, chunks, optimizer, scheduler, router_losses, memory, traced
-        )
+            shape, layout, train, head, groups, device, chunks, optimizer, scheduler, router_losses, memory, traced,
+            owns_groups=beside is None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Frees memory and process groups; another trainer can then be built in this process. Call it on every rank."""
+        owns_groups = self.owns_groups
         forget_last_batch(self.model)
         vars(self).clear()  # so that other references to this trainer keep no tensor alive
         gc.collect()
-        destroy_parallel()
+        if owns_groups:
+            destroy_parallel()
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and router biases by GPTModel's names (`local_tensors`)."""
@@ -119,7 +120,7 @@ class Trainer:
         """Returns the slices of HF tensors that this rank's parameters store."""
         if self.traced is not None:
             return self.traced[self.layout.rank]
-        return _slices(self.shape, self.layout, use_te=self.device.type == "cuda")
+        return _slices(self.shape, self.layout, self.head, use_te=self.device.type == "cuda")
 
     def slices_by_rank(self) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store."""
@@ -128,13 +129,13 @@ class Trainer:
         axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
         sizes, world = Parallel(*(axis.size for axis in axes)), self.layout.world
         layouts = [Layout.of(sizes, world, rank) for rank in range(world)]
-        return [_slices(self.shape, layout, use_te=self.device.type == "cuda") for layout in layouts]
+        return [_slices(self.shape, layout, self.head, use_te=self.device.type == "cuda") for layout in layouts]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the full shape of every trained tensor of the checkpoint."""
-        shapes = hf_shapes(self.shape)
         if self.traced is None:
-            return shapes
+            return shapes_of(_table(self.shape, self.layout, self.head, use_te=False), self.shape)
+        shapes = hf_shapes(self.shape)
         trained = {part.name for slices in self.traced for part in slices}
         return {name: size for name, size in shapes.items() if name in trained}
 
@@ -269,8 +270,33 @@ def _build_model(
     return chunks, bridged.slices_by_rank(chunks)
 
 
-def _slices(shape: ModelShape, layout: Layout, *, use_te: bool) -> list[ShardSlice]:
-    spec = "te" if use_te else "local"
-    return slices_of(
-        megatron_table(shape, spec=spec, padded_vocab=padded_vocab(shape.vocab, layout.tp.size)), shape, layout
-    )
+def _load(
+    model: list[GPTModel],
+    shape: ModelShape,
+    layout: Layout,
+    head: Head,
+    folder: Path,
+    traced: SlicesByRank | None,
+    *,
+    use_te: bool,
+) -> None:
+    """Loads the weights of `folder` and attaches the head, whose own weights only a Hugging Face folder can have."""
+    has_table = traced is None and not is_checkpoint(folder)
+    if layout.pp.last and has_table:
+        head.attach(model[-1])
+    if is_checkpoint(folder):  # written by `megarl convert --to megatron`
+        rank_state.load(model, folder)
+    else:
+        slices = traced[layout.rank] if traced else _slices(shape, layout, head, use_te=use_te)
+        load_hf(local_tensors(model), slices, folder)
+    if layout.pp.last and not has_table:
+        head.attach(model[-1])
+
+
+def _slices(shape: ModelShape, layout: Layout, head: Head, *, use_te: bool) -> list[ShardSlice]:
+    return slices_of(_table(shape, layout, head, use_te=use_te), shape, layout)
+
+
+def _table(shape: ModelShape, layout: Layout, head: Head, *, use_te: bool) -> Table:
+    spec, vocab = "te" if use_te else "local", padded_vocab(shape.vocab, layout.tp.size)
+    return head.table(megatron_table(shape, spec=spec, padded_vocab=vocab), shape)

@@ -18,13 +18,13 @@ BOUND = 1e-4
 
 
 FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine
-TWO = {"qwen3_moe": 1, "llama": 1, "qwen2": 2, "qwen3_untied_kv1": 2}
-OTHERS = {"deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2, "gpt_oss": 2}
+TWO = {"qwen3_moe": 1, "llama": 1, "qwen3": 2}
+OTHERS = {"qwen2": 2, "qwen3_untied_kv1": 2, "deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2, "gpt_oss": 2}
 # with the above: dense, experts and latent attention in engines of one and two ranks, one and two replicas
 MORE = [
     (1, {"qwen3": 1, "qwen3_moe": 1, "llama": 1, "deepseek_v3": 1, "gpt_oss": 1}),
     (2, {"qwen3": 1, "llama": 2}),
-    (2, {"deepseek_v3": 1, "qwen3": 2, "qwen3_moe": 2}),
+    (2, {"deepseek_v3": 1, "qwen3_moe": 2}),
     (4, {"deepseek_v3": 2, "llama": 2}),
 ]
 
@@ -64,6 +64,7 @@ def check_model(seen: list[dict], name: str) -> None:
         assert len(found["errors"]) >= 3, "three syncs in a row"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(four, name):
     check_model(four, name)
@@ -102,19 +103,22 @@ def test_every_family_syncs_in_bf16(tmp_path):
         assert found["same"], name
 
 
-def test_local_bytes_do_not_travel(four, two):
+def test_local_bytes_do_not_travel(two):
     assert two[0]["llama"]["bytes"]["dp2"][1] == 0  # each rank trains and samples on all of it
     assert two[0]["llama"]["bytes"]["tp2"][1] > 0
-    kept, received = four[0]["qwen3"]["bytes"]["tp2 dp2"]
+    kept, received = two[0]["qwen3"]["bytes"]["tp2"]
     assert received < kept / 10  # the engine shards as the trainer does, but for the vocabulary's padding
 
 
+@pytest.mark.long
 def test_layouts_covered(four):
+    kept, received = four[0]["qwen3"]["bytes"]["tp2 dp2"]
+    assert received < kept / 10
     assert {"tp2 dp2", "pp2 dp2", "tp2 pp2"} <= set(four[0]["qwen3"]["bytes"])
     assert len(four[0]["qwen3_moe"]["bytes"]) == 7  # and three with expert parallelism
 
 
-@pytest.mark.parametrize("launched", ["four", "two"])
+@pytest.mark.parametrize("launched", ["two", pytest.param("four", marks=pytest.mark.long)])
 def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
     for rank in request.getfixturevalue(launched):
         faults = rank["faults"]

@@ -13,33 +13,47 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    results = tmp_path_factory.mktemp("trainer") / "results.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "trainer_ranks.py", results],
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
+def launch(folder: Path, *checks: str) -> dict[str, Any]:
+    """What all checks found, or those that are named."""
+    results = folder / "results.json"
+    command = [sys.executable, "-W", "ignore", HERE / "trainer_ranks.py", results, *checks]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = launch(tmp_path_factory.mktemp("trainer"))
+    assert len(found["layouts"]) == 13
+    return found
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = launch(tmp_path_factory.mktemp("more"), "more_layouts")
+    assert len(found["more_layouts"]) == 8
+    return {"layouts": found["more_layouts"]}
+
+
+@pytest.fixture(params=["found", pytest.param("more", marks=pytest.mark.long)])
+def layouts(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.getfixturevalue(request.param)
 
 
 def each(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{case['model']} {case['parallel']}", case) for case in found["layouts"]]
 
 
-def test_logprobs_and_entropy_are_those_of_transformers(found: dict[str, Any]) -> None:
-    assert len(found["layouts"]) == 21
-    for name, case in each(found):
+def test_logprobs_and_entropy_are_those_of_transformers(layouts: dict[str, Any]) -> None:
+    for name, case in each(layouts):
         assert case["logprob_error"] < 1e-5, name
         ours, theirs = case["entropy"]
         assert ours == pytest.approx(theirs, abs=1e-5), name
 
 
-def test_updates_are_those_of_plain_torch_in_every_layout(found: dict[str, Any]) -> None:
-    for name, case in each(found):
+def test_updates_are_those_of_plain_torch_in_every_layout(layouts: dict[str, Any]) -> None:
+    for name, case in each(layouts):
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             (loss, norm), (true_loss, true_norm) = case["steps"][step], case["oracle"][step]
             assert true_norm > 1e-3, f"{name}: nothing to compare"
@@ -61,17 +75,17 @@ def test_the_routers_bias_follows_the_tokens_of_all_ranks(found: dict[str, Any])
     assert moved == [pytest.approx(steps, abs=1e-7) for steps in expected]
 
 
-def test_layouts_of_a_model_agree(found: dict[str, Any]) -> None:
+def test_layouts_of_a_model_agree(layouts: dict[str, Any]) -> None:
     first: dict[str, Any] = {}
-    for name, case in each(found):
+    for name, case in each(layouts):
         one = first.setdefault(case["model"], case)["steps"]
         for step, tolerance in ((0, 1e-6), (1, 1e-5)):
             # a loss is the sum of terms of about 1 that nearly cancel
             assert case["steps"][step] == pytest.approx(one[step], rel=tolerance, abs=tolerance / 10), name
 
 
-def test_replicas_of_a_parameter_are_bit_equal(found: dict[str, Any]) -> None:
-    for name, case in each(found):
+def test_replicas_of_a_parameter_are_bit_equal(layouts: dict[str, Any]) -> None:
+    for name, case in each(layouts):
         assert not case["replicas_differ"], name
 
 
@@ -97,6 +111,15 @@ def test_reference_stays_while_the_policy_moves(found: dict[str, Any]) -> None:
     assert reference["reference_moved"] == 0.0
     assert reference["weights_kept_by_logprobs"]
     assert reference["kl"][0] == 0.0 and reference["kl"][1] > 0.01
+
+
+def test_a_teacher_beside_the_policy_is_the_same_in_every_layout(found: dict[str, Any]) -> None:
+    first = found["teacher"][0]["steps"]
+    assert len(found["teacher"]) == 2 and first[0][2] > 0.1
+    for case in found["teacher"]:
+        assert case["error"] < 1e-5 and not case["replicas_differ"], case["parallel"]
+        for step, tolerance in ((0, 1e-5), (1, 1e-4)):
+            assert case["steps"][step] == pytest.approx(first[step], rel=tolerance, abs=tolerance), case["parallel"]
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(found: dict[str, Any]) -> None:

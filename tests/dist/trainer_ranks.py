@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,41 +21,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_cases import Oracle, Policy, ask, load_model, random_batch, save_model
+from trainer_cases import Oracle, Policy, ask, load_model, oracle_logprobs, random_batch, save_model
 
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.layout import Layout
+from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
 from megarl.stages.sft import train_supervised
 from megarl.trainer.moe import BalancedRouter
+from megarl.trainer.reference import logprobs_in_turn
+from megarl.trainer.trainer import Trainer
 from megarl.types import TrainBatch
 
 WORLD = 4
-DENSE = [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
-SPARSE = [
-    {},
-    {"expert": 2},
-    {"expert": 4},
-    {"tensor": 2},
-    {"tensor": 2, "expert_tensor": 2},
-    {"tensor": 2, "expert": 2},
-    {"pipeline": 2, "expert": 2},
-]
-LAYOUTS: list[tuple[str, dict[str, int]]] = [
+DENSE = [{}, {"tensor": 2, "pipeline": 2}]
+SPARSE = [{}, {"expert": 4}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 2}, {"pipeline": 2, "expert": 2}]
+Layouts = list[tuple[str, dict[str, int]]]
+LAYOUTS: Layouts = [
     *(("qwen3", parallel) for parallel in DENSE),
     *(("qwen3_moe", parallel) for parallel in SPARSE),
-    ("llama", {}),
-    ("llama", {"tensor": 2, "pipeline": 2}),
-    ("qwen2", {"tensor": 2}),
     ("qwen2", {"tensor": 2, "pipeline": 2}),
-    ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
     ("qwen3_moe_unnormalised", {"tensor": 2, "pipeline": 2}),
     ("qwen3@5", {"pipeline": 2, "virtual_pipeline": 2}),  # chunks of 2, 1, 1 and 1 layers
     ("mixtral", {"tensor": 2, "expert": 2}),
     ("deepseek_v3@3", {"tensor": 2, "pipeline": 2}),  # stages of 2 and 1
     ("glm4_moe", {"tensor": 2, "pipeline": 2}),
+]
+MORE_LAYOUTS: Layouts = [  # of parts that are all among those above
+    *(("qwen3", parallel) for parallel in ({"tensor": 2}, {"pipeline": 2})),
+    *(("qwen3_moe", parallel) for parallel in ({"expert": 2}, {"tensor": 2, "expert": 2})),
+    *(("llama", parallel) for parallel in DENSE),
+    ("qwen2", {"tensor": 2}),
+    ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
 ]
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
@@ -119,13 +119,7 @@ def replicas_differ(policy: Policy) -> list[str]:
     return sorted(name for name, values in seen.items() if len(values) > 1)
 
 
-def check_layouts(bench: Bench) -> list[dict[str, Any]]:
-    return measure(bench, LAYOUTS)
-
-
-def measure(
-    bench: Bench, layouts: list[tuple[str, dict[str, int]]], look: Callable[[Policy], Any] = lambda _: None
-) -> list[dict[str, Any]]:
+def measure(bench: Bench, layouts: Layouts, look: Callable[[Policy], Any] = lambda _: None) -> list[dict[str, Any]]:
     """Every layout: what `look` sees of the new policy, what it says and how it learns.
 
     The oracle of each model is asked once, by rank 0.
@@ -160,7 +154,7 @@ def _measure(
 
 def check_clipping(bench: Bench) -> list[dict[str, Any]]:
     """By the norm over the whole model, whichever part of it a rank has."""
-    cases: list[tuple[str, dict[str, int]]] = [
+    cases: Layouts = [
         ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
         ("qwen3_untied", {}),
         ("qwen3_moe", {"expert": 2}),
@@ -244,6 +238,39 @@ def check_reference(bench: Bench) -> dict[str, Any]:
         "weights_kept_by_logprobs": _same_after(policy, batch),
         "kl": [first.metrics["kl/ref"], second.metrics["kl/ref"]],
     }
+
+
+def check_teacher(bench: Bench) -> list[dict[str, Any]]:
+    """Two steps of distillation from a model of another shape beside the policy, in each layout of the two."""
+    found, teacher_folder, batch = [], bench.saved("llama"), random_batch(num_rows=8)
+    with torch.no_grad():
+        exact_T = oracle_logprobs(load_model(teacher_folder), batch)
+    for parallel in DENSE:
+        policy = bench.policy(
+            "qwen3", config_of(parallel, {"advantage": "reinforce", "loss": "reinforce", "distill_coef": 1.0})
+        )
+        trainer = policy.trainer
+        settings = {"train": trainer.train.model_copy(update={"offload": ("gradients", "optimizer", "weights")})}
+        other = Trainer.build(
+            read_model(teacher_folder), trainer.layout, folder=teacher_folder, device=trainer.device, beside=trainer,
+            **settings,
+        )  # fmt: skip
+        other.memory.offload_all()
+        learner = replace(policy.learner, frozen={"teacher_logprobs": partial(logprobs_in_turn, other, trainer.memory)})
+        scores, objective = learner.score(batch), learner.objective
+        assert scores.teacher_logprobs is not None
+        scored = objective.advantages(batch, scores, objective.initial_state())[0]
+        steps = [learner.update(scored).updates[0] for _ in range(2)]
+        found.append(
+            {
+                "parallel": parallel,
+                "error": float((scores.teacher_logprobs - exact_T).abs().max()),
+                "steps": [(step.loss, step.grad_norm, step.metrics["kl/teacher"]) for step in steps],
+                "replicas_differ": replicas_differ(policy),
+            }
+        )
+        other.close()
+    return found
 
 
 def _same_after(policy: Policy, batch: TrainBatch) -> bool:
@@ -336,17 +363,19 @@ def check_collectives(_bench: Bench) -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "collectives": check_collectives,
-    "layouts": check_layouts,
+    "layouts": partial(measure, layouts=LAYOUTS),
     "clipping": check_clipping,
     "router_bias": check_router_bias,
     "microbatches": check_microbatches,
     "bf16": check_bf16,
     "reference": check_reference,
+    "teacher": check_teacher,
     "skip": check_skip,
     "updates": check_updates,
     "selection": check_selection,
     "nothing": check_nothing,
 }
+MORE = {"more_layouts": partial(measure, layouts=MORE_LAYOUTS)}
 
 
 def join(rank: int, world: int, folder: str) -> Bench:
@@ -371,7 +400,7 @@ def run_checks(bench: Any, checks: Mapping[str, Callable[[Any], Any]], results: 
 
 
 def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
-    run_checks(join(rank, WORLD, folder), {name: CHECKS[name] for name in checks}, results)
+    run_checks(join(rank, WORLD, folder), {name: (CHECKS | MORE)[name] for name in checks}, results)
 
 
 if __name__ == "__main__":

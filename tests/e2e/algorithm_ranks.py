@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megarl.config.load import load_config
 from megarl.config.presets import PRESETS
+from megarl.config.schema import Create
 from megarl.launch.build import Rank
-from megarl.launch.random_model import materialize_model
+from megarl.launch.random_model import create_model, materialize_model
 from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
@@ -66,15 +67,17 @@ OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo whe
     "adaptive_reward": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "reward", "algorithm.normalise_rewards=true"],
     "adaptive_loss": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "loss"],
 }  # fmt: skip
+TAUGHT = ["train.steps=4", "checkpoint.every=2", "rewards=[]", "teacher.model=TEACHER"]
 SPREAD = ("dapo", "remax", "clip_cov", "kl_cov", "process_and_outcome", "filtered")  # over several ranks
-RESUMED = ("adaptive_reward", "adaptive_loss")
+RESUMED = ("adaptive_reward", "adaptive_loss", "distill")
 
 
 def cases(which: str) -> dict[str, list[str]]:
     if which == "learning":
         return {name: [f"train.steps={STEPS}", *overrides] for name, overrides in LEARNING.items()}
-    presets = {name: [f"algorithm.preset={name}"] for name in PRESETS}
-    options = presets | OPTIONS | {f"{name}_resumed": OPTIONS[name] for name in RESUMED}
+    options = {name: [f"algorithm.preset={name}"] for name in PRESETS} | OPTIONS
+    options["distill"] = ["algorithm.preset=distill", *TAUGHT]
+    options |= {f"{name}_resumed": options[name] for name in RESUMED}
     options["learns"] = [*LEARNING["grpo"], f"train.steps={STEPS}"]
     options = {name: options[name] for name in SPREAD} if which == "spread" else options
     return {name: ["train.steps=2", *overrides] for name, overrides in options.items()}
@@ -90,11 +93,14 @@ def main(folder: Path, which: str) -> None:
         engines.extend([] if engines else [make_engine(rank)])
         return engines[0]
 
+    other = {"layers": 3, "hidden": 48, "head_dim": 16, "vocab": 67, "tokenizer": "none", "seed": 7}
+    teacher = create_model(Create(**other), folder / "models")
     for name, overrides in cases(which).items():
         print(name, flush=True)
         if name.endswith("_resumed"):  # as if it had been stopped after two of its four steps
             kept = folder / name.removesuffix("_resumed") / "checkpoints"
             shutil.copytree(kept / "step_2", folder / name / "checkpoints" / "step_2")
+        overrides = [override.replace("TEACHER", str(teacher)) for override in overrides]
         values = [f"run.dir={folder}", f"run.name={name}", *COMMON, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / "tiny_dense.yaml", values))
         rank = Rank.of(config, env, device)

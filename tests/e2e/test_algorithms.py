@@ -84,14 +84,17 @@ def test_every_estimator_learns(curves: dict[str, list[float]], name: str) -> No
 # --- presets ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+REWARDED = [name for name in PRESETS if name != "distill"]  # which has no reward
+
+
+@pytest.mark.parametrize("name", REWARDED)
 def test_every_preset_trains(runs: dict[str, Rows], name: str) -> None:
     rows = runs[name]
     assert len(rows) == 2 and all(row["updates"] == 2 and row["update/skipped"] == 0 for row in rows)
     for row in rows:
         assert math.isfinite(row["loss"]) and 1e-3 < row["grad_norm"] < 1e3, row
         assert row["reward/std"] > 0.05 and row["kl/old"] > 1e-6 and row["weights/verified"]
-    reference = {"grpo_paper", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"}
+    reference = {"grpo_paper", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"}
     assert (rows[1]["kl/ref"] is not None) == (name in reference)
     if name in reference:
         assert rows[1]["kl/ref"] > rows[0]["kl/ref"] > 0
@@ -100,12 +103,17 @@ def test_every_preset_trains(runs: dict[str, Rows], name: str) -> None:
 
 def test_no_two_presets_are_the_same(runs: dict[str, Rows]) -> None:
     """They start from the same samples, and none is another under another name."""
-    assert len({runs[name][0]["reward/megarl.rewards.rules:even_fraction/mean"] for name in PRESETS}) == 1
-    norms = sorted(runs[name][0]["grad_norm"] for name in PRESETS)
+    assert len({runs[name][0]["reward/megarl.rewards.rules:even_fraction/mean"] for name in REWARDED}) == 1
+    first = {name: runs[name][0]["grad_norm"] for name in PRESETS}
+    assert first.pop("ppo") == pytest.approx(first["reinforce_pp"], rel=1e-6), "its critic's values are still 0"
+    assert runs["ppo"][1]["grad_norm"] != pytest.approx(runs["reinforce_pp"][1]["grad_norm"], rel=1e-6)
+    norms = sorted(first.values())
     assert all(above / below > 1 + 1e-6 for below, above in pairwise(norms)), norms
 
 
 def test_marks_of_presets(runs: dict[str, Rows]) -> None:
+    assert all(row["value/loss"] > 0 and row["value/lr"] == 9e-6 and row["value/skipped"] == 0 for row in runs["ppo"])
+    assert runs["ppo"][0]["value/mean"] == 0 != runs["ppo"][1]["value/mean"] and "value/loss" not in runs["grpo"][0]
     assert all(row["reward/baseline"] > 0 for row in runs["remax"])
     assert "reward/baseline" not in runs["grpo"][0]
     dapo = runs["dapo"][0]
@@ -120,7 +128,7 @@ def test_marks_of_presets(runs: dict[str, Rows]) -> None:
 # --- options ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, "distill"])
 def test_every_option_trains(runs: dict[str, Rows], name: str) -> None:
     assert len(runs[name]) == (4 if name in (*RESUMED, "hostile") else 2)
     assert all(math.isfinite(row["loss"]) for row in runs[name])
@@ -207,7 +215,8 @@ def test_the_objectives_state_is_resumed(runs: dict[str, Rows], name: str) -> No
     """Coefficient and reward statistics go on as if nothing had happened."""
     whole, resumed = runs[name], runs[f"{name}_resumed"]
     assert [row["step"] for row in resumed] == [2, 3]
-    coefs = [row["kl/coef"] for row in whole]
-    assert coefs[0] == 0.1 and len(set(coefs)) == 4, "adapted at every step"
-    for key in ("kl/coef", "loss", "grad_norm", "rollout/digest"):
+    if name != "distill":
+        coefs = [row["kl/coef"] for row in whole]
+        assert coefs[0] == 0.1 and len(set(coefs)) == 4, "adapted at every step"
+    for key in ("kl/teacher" if name == "distill" else "kl/coef", "loss", "grad_norm", "rollout/digest"):
         assert [row[key] for row in resumed] == [row[key] for row in whole[2:]], key

@@ -6,8 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,24 +48,13 @@ def sft(folder: Path, name: str, steps: int, *overrides: str) -> dict[str, torch
     return load_file(folder / name / "hf" / "model.safetensors")
 
 
-@contextmanager
-def disk(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "megarl-test", folder]).returncode:
-        pytest.skip("mounting a file system needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def losses(folder: Path, name: str = "loss") -> dict[int, float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row[name] for row in map(json.loads, lines)}
 
 
 @pytest.mark.long
-def test_resume(tmp_path: Path) -> None:
+def test_resume(tmp_path: Path, make_disk: Callable[[str], Path]) -> None:
     tmp_path /= "runs"
     tmp_path.mkdir()
     whole = sft(tmp_path, "whole", 4, "checkpoint.export_hf=2")  # which must not change what is trained
@@ -86,21 +74,21 @@ def test_resume(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "train.lr 0.002 -> 0.01" in refused.stderr
     assert "lr: 0.002\n" in (tmp_path / "again" / "config.yaml").read_text()
 
-    with disk(tmp_path / "disk", "100m") as small:
-        shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", small / "full" / "checkpoints" / "step_2")
-        room = sum(file.stat().st_size for file in (small / "full").rglob("*") if file.is_file()) // 2
-        (small / ".models").symlink_to(tmp_path / ".models")
-        filler = small / "filler"
-        filler.write_bytes(bytes(shutil.disk_usage(small).free - room))
-        full = run_sft(small, "full", 4, "checkpoint.export_hf=never")
-        assert full.returncode == 3, full.stderr
-        message, *rest = full.stderr.splitlines()
-        assert f"the disk of {small}" in message and "is full" in message and not rest
-        assert json.loads((small / "full" / "exit.json").read_text())["code"] == 3
-        assert [path.name for path in (small / "full" / "checkpoints").iterdir()] == ["step_2"]
-        filler.unlink()
-        resumed = sft(small, "full", 4)
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    small = make_disk("100m")
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_2", small / "full" / "checkpoints" / "step_2")
+    room = sum(file.stat().st_size for file in (small / "full").rglob("*") if file.is_file()) // 2
+    (small / ".models").symlink_to(tmp_path / ".models")
+    filler = small / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small).free - room))
+    full = run_sft(small, "full", 4, "checkpoint.export_hf=never")
+    assert full.returncode == 3, full.stderr
+    message, *rest = full.stderr.splitlines()
+    assert f"the disk of {small}" in message and "is full" in message and not rest
+    assert json.loads((small / "full" / "exit.json").read_text())["code"] == 3
+    assert [path.name for path in (small / "full" / "checkpoints").iterdir()] == ["step_2"]
+    filler.unlink()
+    resumed = sft(small, "full", 4)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
     other = sft(tmp_path, "other_layout", 4, "parallel.tensor=2")
     assert max(float((whole[name] - other[name]).abs().max()) for name in whole) < 1e-4

@@ -2,10 +2,14 @@
 
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
+from planted.critic import CRITIC
 from planted.gpu import GPU
+from planted.iterative import ITERATIVE
 from planted.jail import JAIL
 from planted.judging import JUDGED
 from planted.models import MODELS
+from planted.preferences import PREFERENCES
+from planted.reward_models import REWARD_MODELS
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
@@ -13,5 +17,20 @@ from planted.verdict import VERDICTS
 
 __all__ = ["MUTANTS", "SMALLEST"]
 
-MUTANTS = [*ALGORITHMS, *BATCHES, *GPU, *JAIL, *JUDGED, *MODELS, *SYSTEM, *TRAINER, *UNTRUSTED, *VERDICTS]
+MUTANTS = [
+    *ALGORITHMS,
+    *BATCHES,
+    *CRITIC,
+    *GPU,
+    *ITERATIVE,
+    *JAIL,
+    *JUDGED,
+    *MODELS,
+    *PREFERENCES,
+    *REWARD_MODELS,
+    *SYSTEM,
+    *TRAINER,
+    *UNTRUSTED,
+    *VERDICTS,
+]
 SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]

@@ -245,8 +245,8 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        "raise CheckFailed(message) if is_refused else RuntimeError(message)",
-        "raise RuntimeError(message)",
+        "raise ERRORS[kind](",
+        "raise RuntimeError(",
         f"{EXCHANGE}::test_errors_keep_their_kind",
     ),
     (
@@ -281,8 +281,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "self.decode(sample.tokens[sample.trainable].tolist())",
-        "self.decode(sample.tokens.tolist())",
+        "decode(sample.tokens[sample.trainable].tolist())",
+        "decode(sample.tokens.tolist())",
         f"{SCORER}::test_text_is_decoded_from_the_trainable_tokens",
     ),
     (

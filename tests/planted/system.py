@@ -126,8 +126,8 @@ SYSTEM = [
     ),
     (
         "stages/evaluation.py",
-        "request_seed(self.run_seed, -1, prompt.prompt_id, index)",
-        "request_seed(self.run_seed, -1, prompt.prompt_id, 0)",
+        "request_seed(run_seed, -1, prompt.prompt_id, index)",
+        "request_seed(run_seed, -1, prompt.prompt_id, 0)",
         f"{EVALUATION}::test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems",
     ),
     (
@@ -186,8 +186,8 @@ SYSTEM = [
     ),
     (
         "launch/exit_codes.py",
-        "return REFUSED",
-        "return DEFECT",
+        '"CheckFailed": REFUSED',
+        '"CheckFailed": DEFECT',
         f"{SPAWN}::test_first_failure_is_said_once",
     ),
     (

@@ -6,9 +6,47 @@ OPTIMIZER = "unit/trainer/test_optimizer.py"
 LEARNER = "unit/trainer/test_learner.py"
 ROUTERS = "unit/trainer/test_router_losses.py"
 LOGPROBS = "unit/trainer/test_logprobs.py"
+TEACHERS = "unit/trainer/test_teachers.py"
+CONVERSATIONS = "unit/data/test_conversations.py"
 RANKS = "dist/test_trainer.py"
 
 TRAINER = [
+    (
+        "algorithms/objective.py",
+        "advantages_M - algorithm.distill_coef * log_ratio_M",
+        "advantages_M + algorithm.distill_coef * log_ratio_M",
+        f"{TEACHERS}::test_the_gradient_is_that_of_the_kl_divergence",
+    ),
+    (
+        "rewards/served_model.py",
+        '["prompt_logprobs"][t + 1 - start]',
+        '["prompt_logprobs"][t - start]',
+        f"{TEACHERS}::test_a_model_beside_the_policy_and_a_served_one_agree",
+    ),
+    (
+        "trainer/reference.py",
+        "    trained.onload_weights()\n",
+        "",
+        f"{TEACHERS}::test_a_model_beside_the_policy_and_a_served_one_agree",
+    ),
+    (
+        "data/conversations.py",
+        "if not whole.startswith(text) or len(text) < cuts[-1]:",
+        "if len(text) < cuts[-1]:",
+        f"{CONVERSATIONS}::test_what_cannot_be_determined_is_refused",
+    ),
+    (
+        "data/conversations.py",
+        "number % 2 == 1 and place <= last",
+        "number % 2 == 1",
+        f"{CONVERSATIONS}::test_the_end_token_is_the_last_that_is_learned",
+    ),
+    (
+        "stages/sft.py",
+        "(lowest, since + 1)",
+        "(loss, since + 1)",
+        "unit/stages/test_sft.py::test_patience_counts_from_the_lowest_loss",
+    ),
     (
         "trainer/learner.py",
         "batch = replace(batch, old_logprobs=outputs.logprobs_T)",
@@ -17,8 +55,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        'return f"{self.seed} {self.trainer.scheduler.step} {epoch}"',
-        'return f"{self.seed} {epoch}"',
+        'return f"{seed} {trainer.scheduler.step} {epoch}"',
+        'return f"{seed} {epoch}"',
         f"{LEARNER}::test_every_epoch_trains_each_row_once_in_an_order_of_its_own",
     ),
     (
@@ -59,8 +97,8 @@ TRAINER = [
     ),
     (
         "platform/device.py",
-        "        mallopt(option, value)",
-        "        pass",
+        "            mallopt(option, value)",
+        "            pass",
         "unit/platform/test_device.py::test_freed_memory_is_kept[True]",
     ),
     (
@@ -263,10 +301,10 @@ TRAINER = [
     ),
     (
         "launch/run_rl.py",
-        """    trainer.memory.offload_all()
+        """    learner.memory.offload_all()
     engine = start_engine(rank)""",
         """    engine = start_engine(rank)
-    trainer.memory.offload_all()""",
+    learner.memory.offload_all()""",
         "unit/trainer/test_start_order.py::test_start_up_in_order",
     ),
     (
@@ -331,8 +369,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "self._logprobs(batch) if needs_old else None, None",
-        "self._logprobs(batch), None",
+        "self.logprobs(batch) if needs_old else None, None",
+        "self.logprobs(batch), None",
         f"{LEARNER}::test_no_forward_pass_is_made_twice",
     ),
     (
@@ -343,7 +381,7 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "logprobs_T = batch.old_logprobs if index == 0 else self._logprobs(batch)",
+        "logprobs_T = batch.old_logprobs if index == 0 else self.logprobs(batch)",
         "logprobs_T = batch.old_logprobs",
         f"{LEARNER}::test_tokens_are_selected_by_the_policy_before_each_update",
     ),

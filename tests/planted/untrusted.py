@@ -71,7 +71,7 @@ UNTRUSTED = [
     ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
     ("config/load.py", " and len(node.value) > MAX_DIGITS:", " and False:", TRAP),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
-    ("config/schema.py", "allow_inf_nan=False", "allow_inf_nan=True", f"{LOAD}::test_values_that_are_refused"),
+    ("config/section.py", "allow_inf_nan=False", "allow_inf_nan=True", f"{LOAD}::test_values_that_are_refused"),
     ("config/schema.py", "pattern=NAME, max_length=200", "pattern=NAME", f"{LOAD}::test_values_that_are_refused"),
     (
         "models/config_json.py",

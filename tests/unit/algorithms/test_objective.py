@@ -340,5 +340,7 @@ def test_each_update_has_its_own_denominator():
 
 def test_presets_are_valid_values():
     for values in PRESETS.values():
-        rules = algorithm(**values)
-        scored_by(make_batch(), rules)
+        rules, batch = algorithm(**values), make_batch()
+        values_T = torch.zeros(batch.num_tokens) if rules.needs_critic else None
+        scores = replace(make_logprobs(batch), values=values_T)
+        Objective(rules).advantages(batch, scores, Objective(rules).initial_state())

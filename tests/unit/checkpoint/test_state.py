@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,13 +27,14 @@ from trainer_cases import random_batch
 from benchmarks.checkpoint_memory import Live
 from megarl.checkpoint import files, state
 from megarl.checkpoint.rank_state import allocate
-from megarl.checkpoint.state import Checkpoints
+from megarl.checkpoint.state import Checkpoints, Further
 from megarl.config.schema import Create, Train
 from megarl.launch.build import check_weights
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
+from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
 from megarl.weights.transports.inprocess import InProcess
@@ -57,10 +57,12 @@ class Cursor:
 class Job:
     """A trainer that learns a step at a time, its cursor and its checkpoints, as a new process has them."""
 
-    def __init__(self, root: Path, folder: Path | None = None, model: Create = SMALL, **options) -> None:
+    def __init__(
+        self, root: Path, folder: Path | None = None, model: Create = SMALL, beside: Trainer | None = None, **options
+    ) -> None:
         path, layout = create_model(model, root / "models"), Layout.of(Parallel(), 1, 0)
         train, device = Train.model_validate(TRAIN), torch.device("cpu")
-        self.trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=device)
+        self.trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=device, beside=beside)
         self.cursor, self.said = Cursor(), []
         self.state, self.folder = ObjectiveState(0.0), folder or root / "checkpoints"
         given = {"every": 1, "keep": 3, "last_step": 100, "say": self.said.append, **options}
@@ -120,6 +122,85 @@ def draws() -> list[float]:
     return [random.random(), np.random.rand(), float(torch.rand(()))]
 
 
+class Iterative(Job):
+    """Beside the policy a second model, a reference and a cursor, which do not change in a step."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.history, self.is_onloaded = Job(root, root / "unused"), Cursor(), False
+        further = Further({"reward_model.": self.model.trainer}, {"history": self.history}, self.onloaded, self.lent)
+        super().__init__(root, further=further, beside=self.model.trainer)
+        self.reference = Reference(self.trainer.parameters_by_name().values())
+
+    @contextmanager
+    def onloaded(self) -> Iterator[None]:
+        self.is_onloaded = True
+        yield
+        self.is_onloaded = False
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
+            yield
+
+    def begin(self, number: int) -> None:
+        """What happens at the start of an iteration."""
+        self.reference.reset(self.trainer.parameters_by_name().values())
+        self.model.step(number)
+        self.history.position += 1
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        with self.lent():
+            reference = {name: p.detach().clone() for name, p in self.trainer.parameters_by_name().items()}
+        parts = {"policy": self.weights(), "model": self.model.weights(), "reference": reference}
+        found = {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
+        schedules = [self.trainer.scheduler.step, self.model.trainer.scheduler.step]
+        return found | {"numbers": torch.tensor([self.history.position, self.cursor.position, *schedules])}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_what_a_stage_has_beside_the_policy_comes_back(tmp_path: Path) -> None:
+    job = Iterative(tmp_path)
+    job.begin(10)
+    job.step(1)
+    job.checkpoints.maybe_save(1, job.state)
+    kept = job.everything()
+    assert not job.is_onloaded and not torch.equal(kept["policy main 0 0"], kept["model main 0 0"])
+    job.begin(11)  # while it is being written
+    job.checkpoints.finish()
+    again = Iterative(tmp_path)
+    assert again.checkpoints.restore("auto")[0] == 1
+    assert equal(again.everything(), kept) and not equal(job.everything(), kept)
+
+
+def test_an_iteration_that_is_refused_leaves_the_boundary_before_it(tmp_path: Path) -> None:
+    """Saved even where no save was due; after it, nothing that the iteration has changed can be saved."""
+    job = Iterative(tmp_path)
+    job.checkpoints.every = 100
+    job.checkpoints.hold()
+    assert files.steps(job.folder) == [], "the start is the models themselves"
+    job.begin(10)
+    job.step(1)
+    job.checkpoints.maybe_save(1, job.state)
+    kept = job.everything()
+    job.checkpoints.hold()
+    job.begin(11)
+    job.checkpoints.save()  # as when a check refuses
+    job.checkpoints.finish()
+    again = Iterative(tmp_path)
+    assert again.checkpoints.restore("auto")[0] == 1 and equal(again.everything(), kept)
+    again.checkpoints.every = 0
+    again.step(2)
+    again.checkpoints.maybe_save(2, again.state)
+    again.checkpoints.hold()
+    again.begin(11)
+    again.checkpoints.save()
+    again.checkpoints.finish()
+    assert files.steps(job.folder) == [1]
+
+
 def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> None:
     """The second step runs while the first is being written; what is saved is the first."""
     job = Job(tmp_path)
@@ -139,6 +220,17 @@ def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> No
     assert draws() == expected
     again.step(2)
     assert all(torch.equal(again.weights()[name], value) for name, value in job.weights().items())
+
+
+def test_a_run_that_has_taken_no_step_is_saved(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.checkpoints.maybe_save(1, job.state)
+    job.checkpoints.finish()
+    job.step(2)
+    resumed = Job(tmp_path)
+    assert resumed.checkpoints.restore("auto")[0] == 1
+    resumed.step(2)
+    assert equal(resumed.weights(), job.weights())
 
 
 def test_saving_and_loading_need_room_for_one_copy(tmp_path: Path) -> None:
@@ -401,16 +493,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
         tensor.data.view(-1)[-1] = value
         with pytest.raises(CheckFailed, match=rf"NaN or infinity in {name}, as loaded from models/x"):
             check_weights(rank, job.trainer)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "megarl-test", folder], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.mark.parametrize("free", [0, 4_000, 40_000, 150_000])

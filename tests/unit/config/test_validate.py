@@ -23,7 +23,16 @@ from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
 
 ALONE = Env()
+URL = "http://localhost:8000/v1"
+DISTILL = {"algorithm": {"preset": "distill"}}
 MIXTURE = [{"name": "jsonl:a.jsonl"}, {"name": "jsonl:b.jsonl"}]
+
+ITERATIVE = {
+    "stage": "iterative_grpo",
+    "train": {"steps": 99},
+    "rewards": [{"name": "model"}, {"name": "accuracy"}],
+    "iterative": {"iterations": 3},
+}
 
 
 def made(sections: dict[str, Any] | None = None, **create: Any) -> Config:
@@ -83,8 +92,41 @@ def test_torchrun_sets_the_world() -> None:
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
         ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),
-        ({"stage": "dpo"}, {}, ["stage=dpo", "choose rl or sft"]),
-        ({"stage": "reward_model"}, {}, ["stage=reward_model", "choose rl or sft"]),
+        ({"rewards": [{"name": "model"}]}, {}, ["name='model' needs options.path", "iterative_grpo"]),
+        (
+            {"rewards": [{"name": "model", "options": {"path": "rm"}}], "rollout": {"sleep_level": 2}},
+            {},
+            ["rollout.sleep_level=2", "set 1"],
+        ),
+        ({**ITERATIVE, "train": {"steps": 100}}, {}, ["train.steps=100", "iterative.iterations=3"]),
+        ({**ITERATIVE, "rewards": [{"name": "accuracy"}]}, {}, ["reward_model.train=true", "no `model`", "false"]),
+        ({**ITERATIVE, "rewards": [{"name": "model"}]}, {}, ["iterative.reward_model.labels must have a reward"]),
+        (
+            {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"labels": [{"name": "model"}]}}},
+            {},
+            ["labels must have a reward other than `model`"],
+        ),
+        (
+            {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"updates": 9, "prompts": 8}}},
+            {},
+            ["reward_model.updates=9", "prompts=8"],
+        ),
+        ({"reward_model": {"aggregate": "max"}}, {}, ["aggregate=max", "set reward_model.head=token"]),
+        ({"reward_model": {"process": True, "centre": 0.1}}, {}, ["process=true has no pairs", "remove", "centre"]),
+        ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, {}, ["dpo.label_smoothing=0.1", "dpo.loss=ipo", "to 0"]),
+        ({"stage": "dpo", "dpo": {"reference": "previous"}}, {}, ["reference=previous", "stage: iterative_dpo"]),
+        ({"stage": "dpo", "train": {"epochs_per_batch": 2}}, {}, ["epochs_per_batch=2", "raise train.steps"]),
+        ({"stage": "best_of_n", "algorithm": {"loss": "gspo"}}, {}, ["algorithm.loss=gspo", "best_of_n; remove it"]),
+        (
+            {"stage": "iterative_dpo", "algorithm": {"aggregation": "token-sum"}},
+            {},
+            ["algorithm.aggregation=token-sum", "iterative_dpo; remove it"],
+        ),
+        (
+            {"stage": "iterative_dpo", "rollout": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce"}},
+            {},
+            ["samples_per_prompt=1", "nothing to compare"],
+        ),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
@@ -120,9 +162,48 @@ def test_torchrun_sets_the_world() -> None:
             ["use_rollout_logprobs=true", "correction=tis", "correction=none"],
         ),
         ({"algorithm": {"kl": {"target": 0.1}}}, {}, ["kl.target=0.1", "kl.coef"]),
+        ({"critic": {"lr": 1.0e-4}}, {}, ["critic.lr=0.0001", "advantage=grpo has no critic", "preset=ppo"]),
+        ({"stage": "sft", "critic": {"clip": None}}, {}, ["critic.clip=None", "remove it"]),
+        ({"algorithm": {"preset": "ppo"}, "critic": {"min_lr": 1.0}}, {}, ["critic.min_lr=1.0", "critic.lr=9e-06"]),
+        ({"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 100}}, {}, ["=100 covers all train.steps=100"]),
+        ({"algorithm": {"preset": "ppo"}, "critic": {"model": "nope/nope"}}, {}, ["critic.model=nope/nope", "folder"]),
+        ({"algorithm": {"preset": "ppo", "loss": "gspo"}}, {}, ["loss=gspo", "advantage=gae", "one per token"]),
         ({"task": {"name": "a.b:f", "mixture": MIXTURE}}, {}, ["task.name=a.b:f and task.mixture are both set"]),
         ({"task": {"size": 3, "mixture": MIXTURE}}, {}, ["task.size=3 and task.mixture are both set"]),
         ({"eval": {"size": 0}}, {}, ["eval.size=0 and eval.sets is empty"]),
+        ({"stage": "sft", "train": {"epochs_per_batch": 2}}, {}, ["epochs_per_batch=2", "stage: sft is new"]),
+        ({"stage": "sft", "sft": {"patience": 2}}, {}, ["sft.patience=2", "eval.every=0; set eval.every"]),
+        (
+            {"stage": "sft", "eval": {"every": 2, "size": 0, "sets": [{"name": "a"}]}},
+            {},
+            ["eval.every=2 with stage: sft", "set eval.size"],
+        ),
+        (
+            {"algorithm": {"preset": "distill"}},
+            {},
+            ["distill_coef=1.0 needs a teacher", "set teacher.model"],
+        ),
+        ({"teacher": {"url": URL}}, {}, ["teacher is set, but nothing reads it", "algorithm.distill_coef"]),
+        ({"reference": {"url": URL}}, {}, ["reference is set, but nothing reads it", "algorithm.kl.coef"]),
+        ({"stage": "sft", **DISTILL, "teacher": {"url": URL}}, {}, ["nothing reads it", "in stage: rl"]),
+        ({**DISTILL, "teacher": {}}, {}, ["teacher.model=None and teacher.url=None: set one of them"]),
+        ({**DISTILL, "teacher": {"url": URL, "model": "x"}}, {}, ["teacher.model=x", "set one of them"]),
+        ({**DISTILL, "teacher": {"model": "no/where"}}, {}, ["teacher.model=no/where is not a folder"]),
+        (
+            {**DISTILL, "teacher": {"url": URL}, "rollout": {"temperature": 0.7}},
+            {},
+            ["rollout.temperature=0.7", "at 1; use teacher.model"],
+        ),
+        (
+            {"algorithm": {"distill_coef": 1.0, "filter_zero_std": True}, "teacher": {"url": URL}, "rewards": []},
+            {},
+            ["filter_zero_std=true drops every group"],
+        ),
+        (
+            {"algorithm": {"preset": "gspo", "distill_coef": 1.0}, "teacher": {"url": URL}},
+            {},
+            ["loss=gspo needs one advantage per response"],
+        ),
         ({"eval": {"sets": [{"name": "a"}, {"name": "a"}]}}, {}, ["two sets named a; rename one"]),
         ({"eval": {"sets": [{"name": "a", "options": {"x": 1}}]}}, {}, ["a has options={'x': 1}, but no task"]),
         (
@@ -381,9 +462,22 @@ def test_selections_and_bounds_are_those_of_the_maths() -> None:
         assert names.CLIPS.get(loss, {}) == own, loss
 
 
-def test_what_the_loop_cannot_feed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.advantage=gae needs a critic's values"):
-        check_config(made({"algorithm": {"advantage": "gae"}}), ALONE)
+def test_distillation_needs_no_reward() -> None:
+    check_config(made({**DISTILL, "teacher": {"url": URL}, "rewards": []}), ALONE)
+    check_config(made({"algorithm": {"preset": "rloo"}, "reference": {"url": URL}}), ALONE)
+
+
+def test_a_critic_is_of_the_policys_vocabulary(tmp_path: Path) -> None:
+    ppo = {"algorithm": {"preset": "ppo"}, "critic": {"model": str(tmp_path)}}
+    for vocab in (99, 67):
+        (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32, vocab=vocab))))
+        if vocab == 67:
+            check_config(made(ppo, vocab=67), ALONE)
+            continue
+        with pytest.raises(ValueError, match=r"has a vocabulary of 99, but the policy's is 67"):
+            check_config(made(ppo, vocab=67), ALONE)
+    with pytest.raises(ValueError, match=r"heads=4 is not divisible by parallel.tensor=3"):
+        check_config(made({**ppo, "parallel": {"tensor": 3}}, vocab=67, heads=3, kv_heads=3, head_dim=32), ALONE)
 
 
 def algorithm_of(**values: Any) -> Any:
@@ -471,7 +565,7 @@ def test_kl_in_the_reward_is_k1_unless_said() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_print_as_plain_values_and_read_back(preset: str) -> None:
-    config = made({"algorithm": {"preset": preset}})
+    config = made({"algorithm": {"preset": preset}, **({"teacher": {"url": URL}} if preset == "distill" else {})})
     check_config(config, ALONE)
     printed = yaml.safe_load(resolved_yaml(config))["algorithm"]
     assert {key: printed[key] for key in ("advantage", "loss", "aggregation", "correction")} == {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
+import torch
 from sample_rows import batch_of, sample
 
-from megarl.data.collate import collate
+from megarl.data.collate import collate, take_rows
 from megarl.types import Group, Prompt
 
 
@@ -94,3 +97,18 @@ def test_no_samples_at_all():
 def test_an_unscored_sample_is_our_own_mistake():
     with pytest.raises(AssertionError, match="not scored"):
         batch_of(sample(".x", reward=None))
+
+
+def test_rows_of_a_batch_are_the_batch_of_these_rows():
+    samples = [
+        sample(".xx", reward=0.5),
+        sample(".xxx.", reward=1.5, step_rewards=((2, 0.25),)),
+        sample(".x", reward=2.0, has_outcome=False),
+        sample("..xx", reward=3.0),
+    ]
+    for rows in ([3, 1, 2], [0], []):
+        whole, expected = batch_of(*samples), batch_of(*(samples[row] for row in rows))
+        part, expected = take_rows(whole, rows), replace(expected, group=whole.group[rows])
+        for field in fields(expected):
+            ours, theirs = getattr(part, field.name), getattr(expected, field.name)
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, field.name

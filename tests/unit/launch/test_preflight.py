@@ -51,9 +51,9 @@ def test_problems_are_held_out_where_they_are_asked_for(task: dict[str, Any]) ->
     assert preflight(made(task), ALONE, command="eval")
     only = {"name": task["name"]}
     assert preflight(made(only), ALONE)
-    assert preflight(made(only, eval={"every": 1}, stage="sft"), ALONE), "SFT never evaluates"
-    with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
-        preflight(made(only, eval={"every": 1}), ALONE)
+    for stage in ("rl", "sft"):
+        with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
+            preflight(made(only, eval={"every": 1}, stage=stage), ALONE)
     with pytest.raises(ValueError, match=re.escape("set task.options.eval_file=FILE")):
         preflight(made(only), ALONE, command="eval")
 

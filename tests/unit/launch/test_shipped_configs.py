@@ -72,9 +72,10 @@ def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     runs = []
     for file in CONFIGS:
-        path = load_config(file, []).model.path
-        is_made = path is not None and path not in MODELS
-        runs += [[str(file), f"run.dir={tmp_path}", *([f"model.path={model}"] if is_made else [])]]
+        config = load_config(file, [])
+        is_made = config.model.path is not None and config.model.path not in MODELS
+        made = [f"model.path={model}"] * is_made + [f"teacher.model={model}"] * (config.teacher is not None)
+        runs += [[str(file), f"run.dir={tmp_path}", *made]]
     runs = [run for run in runs if Path(run[0]) not in SPLIT]
     assert len(runs) >= 10
     command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]

@@ -19,7 +19,7 @@ from megarl.data.tasks import load_task
 from megarl.rewards.interface import BatchReward, Score
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
-from megarl.types import Prompt, Sample
+from megarl.types import CheckFailed, Prompt, Sample
 
 HERE = __name__
 
@@ -326,3 +326,15 @@ def test_causes_reach_the_counts_of_the_step():
     causes = {name: count for name, count in rollout.counts.items() if name.startswith("reward/")}
     assert causes == {f"reward/code/{cause}": 1 for cause in ("wrong_answer", "timeout", "forbidden", "syntax")}
     assert rollout.counts["samples/dropped"] == 0
+
+
+def test_a_server_that_is_gone_stops_the_run_if_no_sample_reaches_it():
+    """A server that some samples reach, and one that answers nonsense, lose their samples only."""
+    causes = iter(["no_connection", "broken", "no_connection", "http_500", "http_500", "http_500"])
+    reward = BatchReward("remote", 1.0, lambda requests: [Score(None, next(causes), "why") for _ in requests], 10.0)
+    with pytest.raises(CheckFailed, match=r"the reward remote is gone: why; start its server again"):
+        Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])
+    for cause in ("no_connection", "http_500"):
+        done = Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])
+        assert done[0].extra["dropped"] == f"reward/remote/{cause}" and done[1].reward is None
+    assert Scorer((reward,)).score([PROMPT], []) == []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.stages.evaluation import Evaluation, ProblemSet, correctness, describe
+from megarl.stages.evaluation import Evaluation, ProblemSet, correctness, describe, sampled
 from megarl.types import Prompt, Request, Sample
 
 
@@ -39,7 +40,7 @@ def test_a_run_is_one_line_of_shares(tmp_path: Path) -> None:
     prompts = [Prompt(number, (1,), "") for number in range(2)]
     sets = [ProblemSet("accuracy", lambda: prompts, 0.0), ProblemSet("sampled_accuracy", lambda: prompts, 1.0)]
     file = tmp_path / "eval.jsonl"
-    evaluation = Evaluation(generate, sets, run_seed=0, every=2, last_step=5, file=file)
+    evaluation = Evaluation([partial(sampled, generate, 0, part) for part in sets], every=2, last_step=5, file=file)
     assert [step for step in range(6) if evaluation.maybe_run(step)] == [0, 2, 4, 5]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     shares = {name: value for name, value in lines[1].items() if not name.endswith(("/low", "/high"))}
@@ -65,7 +66,8 @@ def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() ->
     said: list[str] = []
     prompts = [Prompt(number, (1,), "") for number in range(4)]
     sets = [ProblemSet("accuracy", lambda: prompts, 0.0), ProblemSet("aime/mean@4", lambda: prompts, 1.0, samples=4)]
-    result = Evaluation(generate, sets, run_seed=0, every=1, last_step=1, say=said.append).run(0)
+    measures = [partial(sampled, generate, 0, part) for part in sets]
+    result = Evaluation(measures, every=1, last_step=1, say=said.append).run(0)
     assert len(seeds) == 16, "every sample has its own random stream"
     assert (result["size"], result["aime/size"]) == (4, 4)
     assert result["aime/mean@4"] == (0 + 1 + 2 + 3) / 16

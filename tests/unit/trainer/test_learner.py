@@ -103,6 +103,29 @@ def test_no_forward_pass_is_made_twice(
     learner.trainer.close()
 
 
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_reference_that_has_become_the_policy_has_no_divergence(tmp_path: Path, where: str) -> None:
+    objective = Objective(Algorithm(advantage="reinforce", kl={"where": where, "coef": 0.1}))
+    learner, scored = make_learner(tmp_path, objective, lr=3e-2)
+    learner.update(scored)
+    parameters, state = learner.trainer.parameters_by_name().values(), objective.initial_state()
+    later = objective.advantages(scored, learner.score(scored), state)[0]
+    assert not torch.equal(later.ref_logprobs, learner.trainer.forward(scored).logprobs_T)
+    learner.reference.reset(parameters)
+    policy = [p.detach().clone() for p in parameters]
+    with learner.reference.in_place_of(parameters):
+        assert same(policy, [*parameters])
+    fresh = objective.advantages(scored, learner.score(scored), state)[0]
+    assert fresh.ref_logprobs is None
+    if where == "reward":  # no token is penalised
+        plain = Objective(Algorithm(advantage="reinforce"))
+        assert torch.equal(fresh.advantages, plain.advantages(scored, learner.score(scored), state)[0].advantages)
+    (update,) = learner.update(fresh).updates
+    assert update.metrics["kl/ref"] == 0.0 or (where == "reward" and update.metrics["kl/ref"] < 1e-12)
+    assert objective.advantages(scored, learner.score(scored), state)[0].ref_logprobs is not None, "it has moved on"
+    learner.trainer.close()
+
+
 def test_two_epochs_are_two_updates_by_hand(tmp_path: Path) -> None:
     """The old log-probs are those before the first, where the ratio is 1."""
     objective = Objective(Algorithm(advantage="reinforce"))

@@ -28,6 +28,7 @@ def build(
     head: Head | None = None,
     moe: Moe | None = None,
     megatron_options: dict | None = None,
+    beside: Trainer | None = None,
     **train,
 ) -> Trainer:
     model = create_model(Create(**(SMALL | (create or {}))), folder)
@@ -42,4 +43,5 @@ def build(
         folder=model,
         device=device,
         megatron_options=megatron_options,
+        beside=beside,
     )

@@ -1,0 +1,168 @@
+"""Losses over pairs of responses: Bradley-Terry for reward models, DPO and its variants for policies.
+
+Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. The loss of a pair lies at the last
+position of its better row, where `pair_weights` has its share of the loss of its update.
+
+N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithms.objective import Objective, planned_rows
+from megarl.algorithms.rows import Rows, at_least_fp32
+from megarl.config.schema import Dpo
+from megarl.platform.device import to_device
+from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, PreferenceBatch, ScoredBatch, TokenLosses, TokenOutputs
+
+
+def bradley_terry(scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0) -> Tensor:
+    """[P]: -log sigmoid(better - worse - margin), which never overflows, + centre x (better + worse)^2.
+
+    Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0 (arXiv 2312.09244).
+    """
+    better_P, worse_P = scores_N.to(at_least_fp32(scores_N.dtype))[pairs].unbind(1)
+    loss_P = -logsigmoid(better_P - worse_P - margins)
+    return loss_P + centre * (better_P + worse_P).square() if centre else loss_P
+
+
+DPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {  # log-ratio [P], beta, label smoothing -> loss [P]
+    # arXiv 2305.18290, equation 7; with label smoothing, the conservative one of its authors
+    "sigmoid": lambda h_P, beta, flipped: -(1 - flipped) * logsigmoid(beta * h_P) - flipped * logsigmoid(-beta * h_P),
+    # unbiased where that share of labels is flipped: arXiv 2403.00409, section 3.2
+    "robust": lambda h_P, beta, flipped: (
+        (flipped * logsigmoid(-beta * h_P) - (1 - flipped) * logsigmoid(beta * h_P)) / (1 - 2 * flipped)
+    ),
+    "hinge": lambda h_P, beta, _: (1 - beta * h_P).relu(),  # arXiv 2309.06657, section 3
+    "ipo": lambda h_P, beta, _: (h_P - 1 / (2 * beta)).square(),  # arXiv 2310.12036, equation 17
+}
+
+
+def dpo(
+    policy_N: Tensor,
+    reference_N: Tensor,
+    pairs: Tensor,
+    *,
+    beta: float = 0.1,
+    loss: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """[P]: the loss of each pair, from log-probs of responses, sums or means; log 2 where the policy is the reference.
+
+    The log-ratio of a pair is (policy - reference) of the better response minus that of the worse one.
+    """
+    better_P, worse_P = (policy_N - reference_N)[pairs].unbind(1)
+    return DPO_LOSSES[loss](better_P - worse_P, beta, label_smoothing)
+
+
+def response_logprobs(logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False) -> Tensor:
+    """[N] fp64: the log-prob of each response, the sum over its tokens; or their mean."""
+    rows = Rows.of(mask_T, cu_seqlens)
+    total_N = rows.sum(logprobs_T, dtype=torch.float64)
+    return total_N / rows.num_tokens_N.clamp(min=1) if average else total_N
+
+
+def dpo_losses(
+    batch: PreferenceBatch, reference_N: Tensor | None, options: Dpo, outputs: TokenOutputs, rows: MicrobatchRows
+) -> TokenLosses:
+    """A types.Loss, once its first three arguments are bound: DPO of the pairs of a micro-batch, and their rewards.
+
+    `reference_N` fp64 are `response_logprobs` under the reference; None: the policy before the update, whose forward
+    pass this is. A reward is beta x log-ratio. Sums are over pairs.
+    """
+    assert outputs.logprobs_T is not None
+    pairs, _ = local_pairs(batch, rows)
+    policy_R = response_logprobs(outputs.logprobs_T, rows.mask, rows.cu_seqlens, average=options.averages)
+    index_R = torch.tensor(rows.rows, dtype=torch.int64)
+    reference_R = policy_R.detach() if reference_N is None else to_device(reference_N[index_R], policy_R.device)
+    loss_Q = dpo(
+        policy_R, reference_R, pairs, beta=options.beta, loss=options.loss, label_smoothing=options.label_smoothing
+    )
+    rewards_Q2, logprobs_Q2 = options.beta * (policy_R - reference_R).detach()[pairs], policy_R.detach()[pairs]
+    margin_Q = rewards_Q2[:, 0] - rewards_Q2[:, 1]
+    values = {"rewards/margin": margin_Q, "rewards/accuracy": (margin_Q.sign() + 1) / 2}  # of a tie: half
+    values |= {"logprobs/chosen": logprobs_Q2[:, 0], "logprobs/rejected": logprobs_Q2[:, 1]}
+    if outputs.entropy_T is not None:
+        entropy_R = response_logprobs(outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True)
+        values["entropy"] = entropy_R[pairs].mean(1)
+    sums = {name: value_Q.sum() for name, value_Q in values.items()}
+    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+
+
+def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
+    """The pairs of a micro-batch, [Q, 2] as places of its rows (0..R - 1), and their margins [Q], on the device."""
+    index_R = torch.tensor(rows.rows, dtype=torch.int64)
+    places = torch.full((batch.num_rows,), -1).index_put((index_R,), torch.arange(len(rows.rows)))[batch.pairs]
+    is_here_P = places[:, 0] >= 0
+    assert torch.equal(is_here_P, places[:, 1] >= 0), "a pair is split between micro-batches: plan with units=group"
+    return to_device(places[is_here_P], rows.mask.device), to_device(batch.margins[is_here_P], rows.mask.device)
+
+
+def place_losses(loss_Q: Tensor, pairs: Tensor, rows: MicrobatchRows) -> Tensor:
+    """[M]: the loss of each pair at the last position of its better row, 0 elsewhere."""
+    last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
+    return loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
+
+
+def pair_weights(batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False) -> Tensor:
+    """[T] fp64: the share of each pair in the loss of its update, at every position of its rows.
+
+    All pairs of an update count equally; with `by_prompt` all prompts do, whose K responses have up to K (K - 1) / 2
+    pairs each (arXiv 2203.02155, equation 1).
+    """
+    weights_N = torch.zeros(batch.num_rows, dtype=torch.float64)
+    better_P, num_groups = batch.pairs[:, 0], int(batch.group.max()) + 1 if batch.num_rows else 0
+    for update in plan.updates():
+        is_planned_N = planned_rows(update, batch.num_rows)
+        count_G = batch.group[better_P[is_planned_N[better_P]]].bincount(minlength=num_groups)
+        divisor_G = count_G * (count_G > 0).sum() if by_prompt else count_G.sum().expand(num_groups)
+        weights_N += is_planned_N / divisor_G.clamp(min=1).double()[batch.group]
+    return weights_N.repeat_interleave(batch.cu_seqlens.diff())
+
+
+def best_and_worst(batch: ScoredBatch) -> list[int]:
+    """Rows: of each prompt the best response and the worst, the first of equal ones; none if all rewards are equal."""
+    rewards, group, chosen = batch.rewards.tolist(), batch.group.tolist(), list[int]()
+    trained = (Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).nonzero().flatten().tolist()
+    for _, members in groupby(trained, key=group.__getitem__):
+        rows = list(members)
+        best, worst = max(rows, key=rewards.__getitem__), min(rows, key=rewards.__getitem__)
+        chosen += [best, worst] if rewards[best] > rewards[worst] else []
+    return chosen
+
+
+@dataclass(frozen=True)
+class DpoObjective(Objective):
+    """DPO on sampled responses: each prompt has two rows, the better one first (`best_and_worst`)."""
+
+    options: Dpo = field(default_factory=Dpo)
+    couples_rows = True
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.options.reference == "initial"
+
+    def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
+        return pair_weights(_pairs_of(batch), plan)
+
+    def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
+        """Where the reference is the policy of the previous round, these are its log-probs before the first update."""
+        logprobs_T, reference_N = batch.ref_logprobs if self.needs_reference else batch.old_logprobs, None
+        if logprobs_T is not None:
+            reference_N = response_logprobs(logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages)
+        return partial(dpo_losses, _pairs_of(batch), reference_N, self.options)
+
+
+def _pairs_of(batch: ScoredBatch) -> PreferenceBatch:
+    pairs = torch.arange(batch.num_rows).reshape(-1, 2)
+    assert torch.equal(batch.group[pairs[:, 0]], batch.group[pairs[:, 1]]), "two rows of each prompt"
+    group = torch.arange(len(pairs)).repeat_interleave(2)
+    return PreferenceBatch.of(batch, group, pairs, margins=torch.zeros(len(pairs)))

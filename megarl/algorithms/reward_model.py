@@ -1,0 +1,84 @@
+"""Scores and losses of reward models: Bradley-Terry over ranked responses, cross-entropy over right and wrong steps.
+
+N = rows, T = positions, P = pairs of rows; R, M, Q = those of a micro-batch. Masks are those of batches: True at
+position t where the token at t + 1 belongs to the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from megarl.algorithms.preference import bradley_terry, local_pairs, place_losses
+from megarl.algorithms.rows import Rows, clean
+from megarl.types import MicrobatchRows, PreferenceBatch, StepBatch, TokenLosses, TokenOutputs
+
+Scores = Callable[[TokenOutputs, MicrobatchRows], Tensor]  # of each row, [R]
+
+
+def response_positions(mask_T: Tensor) -> Tensor:
+    """[T] bool: the response's own tokens, whose hidden states have seen them; the last position of a row included."""
+    return mask_T.roll(1)  # the last position of a row is False
+
+
+def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggregate: str) -> Tensor:
+    """[N]: one score per row, none of them empty; 0 for a row without a response, except with "last".
+
+    last: the score `values_T` of the row's last token. sum, mean, max, min: over the response's tokens. weighted:
+    their mean, weighted by the softmax of `gates_T` over the response's tokens.
+    """
+    assert outputs.values_T is not None
+    if aggregate == "last":
+        return outputs.values_T[cu_seqlens[1:] - 1]
+    rows = Rows.of(response_positions(mask_T), cu_seqlens)
+
+    def largest(x_T: Tensor) -> Tensor:
+        masked_T = torch.where(rows.mask_T, x_T, -torch.inf)
+        return clean(torch.segment_reduce(masked_T, "max", offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
+
+    if aggregate in ("max", "min"):
+        return largest(outputs.values_T) if aggregate == "max" else -largest(-outputs.values_T)
+    if aggregate != "weighted":
+        return {"sum": rows.sum, "mean": rows.mean}[aggregate](outputs.values_T)
+    assert outputs.gates_T is not None
+    largest_T = rows.spread(largest(outputs.gates_T.detach()))
+    shares_T = clean(outputs.gates_T - largest_T, rows.mask_T).exp()
+    return rows.sum(shares_T * outputs.values_T) / rows.sum(shares_T).clamp(min=1)
+
+
+def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
+    """[P]: 1 where the better row has the higher score, 0.5 where both have the same."""
+    better_P, worse_P = scores_N[pairs].unbind(1)
+    return ((better_P - worse_P).sign() + 1) / 2
+
+
+def ranking_losses(
+    batch: PreferenceBatch, scores: Scores, centre: float, outputs: TokenOutputs, rows: MicrobatchRows
+) -> TokenLosses:
+    """A types.Loss, once its first three arguments are bound: the loss of every pair. Sums are over pairs.
+
+    All K (K - 1) / 2 pairs of a prompt share a micro-batch, which computes each response once (InstructGPT, arXiv
+    2203.02155, section 3.5).
+    """
+    pairs, margins = local_pairs(batch, rows)
+    scores_R = scores(outputs, rows)
+    scores_Q2 = scores_R.detach()[pairs]
+    sums = {"accuracy": ranked_right(scores_R.detach(), pairs).sum(), "score/mean": scores_Q2.mean(1).sum()}
+    sums["score/difference"] = (scores_Q2[:, 0] - scores_Q2[:, 1]).sum()
+    loss_Q = bradley_terry(scores_R, pairs, margins, centre=centre)
+    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+
+
+def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
+    """A types.Loss, once `batch` is bound: cross-entropy of "this step is right", whose log-odds are its score.
+
+    The score is at the step's last token (Lightman et al., arXiv 2305.20050, section 2.6). Sums are over steps.
+    """
+    assert outputs.values_T is not None
+    is_right_M, logits_M = rows.select(batch.is_right), clean(outputs.values_T, rows.mask)
+    loss_M = binary_cross_entropy_with_logits(logits_M, is_right_M.to(logits_M.dtype), reduction="none")
+    hits_M = rows.mask & ((logits_M > 0) == is_right_M)
+    return TokenLosses(clean(loss_M, rows.mask), {"accuracy": hits_M.sum()}, rows.mask.sum())

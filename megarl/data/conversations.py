@@ -1,0 +1,84 @@
+"""Examples to learn from (stage sft) that have several turns, or a completion: their tokens, and which are learned.
+
+    {"messages": [...]}                       the turns of sft.roles
+    {"prompt": [...], "completion": [...]}    those in the completion; of texts, the completion and the end token
+
+A template may render a turn differently once others follow. So what it makes of the turns before, and up to, a learned
+one must both begin what it makes of the whole conversation; the text between is encoded by itself, as an engine samples
+it. A template with {% generation %} tags marks the assistant's turns itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+
+from megarl.config.schema import Task
+from megarl.data.tasks import Problem, is_message
+from megarl.data.tokenizer import HfTokenizer, Tokenizer, prompt_encoder
+
+Message = Mapping[str, str]
+Example = tuple[tuple[int, ...], tuple[bool, ...]]  # tokens of a whole example, and which of them are learned
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
+
+
+def example_encoder(tokenizer: Tokenizer, task: Task, roles: Sequence[str]) -> Callable[[Problem], Example | None]:
+    """Returns the function that encodes conversations and completions; None is for other problems, with an answer.
+
+    It raises ValueError for a conversation whose learned tokens cannot be determined.
+    """
+    encode = prompt_encoder(tokenizer, task)
+
+    def example(problem: Problem) -> Example | None:
+        question, completion = problem.question, problem.extra.get("completion")
+        if problem.answer is not None or (completion is None and isinstance(question, str)):
+            return None
+        if isinstance(completion, str):
+            prompt, answer = encode(question), tokenizer.encode_answer(completion)
+            return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
+        if completion is not None and not (isinstance(completion, list) and all(map(is_message, completion))):
+            raise ValueError(f"completion must be text or a list of messages, not {str(completion)[:60]!r}")
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+        first, messages = len(messages) if completion else 0, messages + (completion or [])
+        if task.system_prompt and messages[0]["role"] != "system":
+            messages, first = [{"role": "system", "content": task.system_prompt}, *messages], first + 1
+        learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
+        shown = " / ".join(f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4])
+        if not learned:
+            raise ValueError(f"a conversation has no turn of sft.roles={list(roles)}: {shown}; remove it")
+        if task.template == "plain" or not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
+            raise ValueError(f"a conversation needs a chat template: {shown}; use a chat model")
+        if GENERATION_TAG.search(tokenizer.chat_template) and not completion and tuple(roles) == ("assistant",):
+            return tokenizer.encode_tagged(messages, **task.template_args)
+        return _by_turns(tokenizer, partial(tokenizer.render, **task.template_args), messages, learned, shown)
+
+    return example
+
+
+def _by_turns(
+    tokenizer: HfTokenizer, render: Callable[..., str], messages: Sequence[Message], learned: Sequence[int], shown: str
+) -> Example:
+    encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
+    whole, cuts = render(messages), [0]
+    for turn in learned:
+        is_reply = messages[turn]["role"] == "assistant"
+        before = render(messages[:turn], generation=is_reply) if turn or is_reply else ""
+        for text in (before, render(messages[: turn + 1])):
+            if not whole.startswith(text) or len(text) < cuts[-1]:
+                raise ValueError(
+                    f"the model's chat template renders turn {turn + 1} or one before it differently once others "
+                    f"follow: {shown}; split the conversation, or use a template with generation tags"
+                )
+            cuts.append(len(text))
+    tokens, mask = list[int](), list[bool]()
+    for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
+        part = encode_text(whole[start:end])
+        # nothing is sampled after an end token, so nothing is learned there
+        last = max((place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part))
+        tokens += part
+        mask += [number % 2 == 1 and place <= last for place in range(len(part))]
+    if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(encode_text(whole)):
+        raise ValueError(f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags")
+    return tuple(tokens), tuple(mask)

@@ -1,0 +1,85 @@
+"""Iterative GRPO: reference and reward model follow the policy (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+
+    an iteration   the policy samples, and the run's labels rank its samples
+                   reference    <- policy, bit for bit
+                   reward model <- the rankings, and a share of those of earlier iterations
+                   stages/rl.train: `steps` steps of the policy against both
+
+What precedes the steps happens at a multiple of `steps`. A run that resumes there repeats it, from the state that
+`hold` has saved; one that resumes at another step goes on with the reference and reward model of its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from megarl.config.iterative import RewardModelUpdates
+from megarl.data.replay import Ranking, Replay, ranking_batch, rankings
+from megarl.roles import Prompts, Rollouts
+from megarl.stages.reward_model import Rankings
+from megarl.stages.rl import RlRun, train
+
+
+@dataclass(frozen=True)
+class RewardModelTraining:
+    """Trains the reward model on rankings of the policy's samples."""
+
+    model: Rankings
+    rollouts: Rollouts  # scored by the labels
+    replay: Replay
+    options: RewardModelUpdates
+    add: Callable[[Mapping[str, float]], None]  # Telemetry.add
+
+    def sample(self, prompts: Prompts, step: int) -> list[Ranking]:
+        return rankings(self.rollouts.collect(prompts, self.options.prompts, version=step).groups, self.options.pairs)
+
+    def train(self, fresh: Sequence[Ranking], step: int) -> None:
+        """Makes `updates` updates, each on its share of `fresh` and a replay, then adds `fresh` to the history."""
+        shares = [share for number in range(self.options.updates) if (share := fresh[number :: self.options.updates])]
+        mixed = [self.replay.mixed(share, f"{step}/{number}") for number, share in enumerate(shares)]
+        memory = self.model.trainer.memory
+        memory.onload_weights()
+        updates = [update for batch in mixed for update in self.model.update(ranking_batch(batch)).updates]
+        memory.offload_all()
+        self.replay.add(fresh)
+        trained, metrics = sum(map(len, mixed)), dict[str, float](history=len(self.replay.history))
+        metrics |= {"rankings": trained, "replayed": trained - len(fresh)}
+        if updates:
+            accuracy = fmean(update.metrics["accuracy"] for update in updates)  # before each update
+            metrics |= {"loss": fmean(update.loss for update in updates), "accuracy": accuracy}
+        self.add({f"reward_model/{name}": value for name, value in metrics.items()})
+
+
+@dataclass
+class IterativeRun:
+    """The parts of a run. `rl.start` is the number of steps already done, `rl.steps` the last one of all iterations."""
+
+    rl: RlRun
+    steps: int  # of the policy in an iteration
+    reset_reference: Callable[[], None]  # if it does not stay; offloads the policy
+    reward_model: RewardModelTraining | None  # None: it stays
+
+
+def iterative_grpo(run: IterativeRun) -> None:
+    rl, last = run.rl, run.rl.steps
+    for first in range(rl.start - rl.start % run.steps, last, run.steps):
+        if rl.start == first:  # else the run has resumed within the iteration
+            begin_iteration(run)
+        rl.steps = first + run.steps
+        train(rl)
+        rl.start = rl.steps
+
+
+def begin_iteration(run: IterativeRun) -> None:
+    rl, step = run.rl, run.rl.start
+    rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
+    with rl.phases.sync():
+        rl.weights.publish(version=step)
+    with rl.phases.rollout():
+        fresh = run.reward_model.sample(rl.prompts, step) if run.reward_model else []
+    with rl.phases.train():
+        run.reset_reference()
+        if run.reward_model:
+            run.reward_model.train(fresh, step)

@@ -1,0 +1,56 @@
+"""Stage sft on conversations: the held-out loss ends the run, also where it was resumed; layouts learn the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).resolve().parents[2]
+# a learning rate that soon raises the held-out loss
+COMMON = ["train.prompts_per_step=8", "train.lr=3e-2", "train.warmup_steps=0", "eval.every=1", "checkpoint.every=1"]
+
+
+def run(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The metrics of each step, and the exported weights."""
+    command = [sys.executable, "-m", "megarl.cli", "train", "configs/sft.yaml", f"run.dir={folder}", f"run.name={name}"]
+    done = subprocess.run([*command, *COMMON, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], load_file(folder / name / "hf" / "model.safetensors")
+
+
+def test_a_resumed_run_loses_patience_at_the_same_step(tmp_path: Path) -> None:
+    keep = "checkpoint.keep=100"
+    rows, weights = run(tmp_path, "whole", "train.steps=40", keep)
+    losses = [row["eval/loss"] for row in rows]
+    lowest = losses.index(min(losses))
+    assert len(losses) == lowest + 1 + 3 < 40, "three evaluations after the lowest"
+    assert losses[lowest] < losses[0], "it has learned"
+    started = lowest + 2  # one of three is spent
+    shutil.copytree(tmp_path / "whole/checkpoints" / f"step_{started}", tmp_path / f"again/checkpoints/step_{started}")
+    again, same = run(tmp_path, "again", "train.steps=40", keep)
+    assert [row["step"] for row in again] == list(range(started, len(rows)))
+    for key in ("loss", "grad_norm", "eval/loss", "accuracy/sampled"):
+        assert [row[key] for row in again] == [row[key] for row in rows[started:]], key
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_every_layout_learns_the_same(tmp_path: Path) -> None:
+    steps = ["train.steps=3", "train.lr=1e-3", "checkpoint.every=0"]
+    one, weights = run(tmp_path, "one", *steps)
+    layouts = {"tp2": ["parallel.tensor=2"], "pp2": ["parallel.pipeline=2"], "dp2": ["launch.processes=2"]}
+    for name, overrides in layouts.items():
+        rows, same = run(tmp_path, name, *steps, *overrides)
+        for key in ("loss", "grad_norm", "eval/loss"):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in one], rel=1e-4), f"{name} {key}"
+        for tensor in weights:
+            assert torch.allclose(weights[tensor], same[tensor], atol=1e-4), f"{name} {tensor}"

@@ -1,0 +1,84 @@
+"""Compared responses become rows and pairs, or an error that names the problem and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.data.preferences import preference_batch
+from megarl.data.tokenizer import TokenIds
+from megarl.types import Prompt
+
+EOS = 9
+IDS = TokenIds((EOS,), vocab=20)
+CHAT = "user: 1 2"  # as prompts.py joins messages
+
+
+def prompt(number: int = 0, text: str = "1 2", **extra: Any) -> Prompt:
+    return Prompt(number, (1, 2), text, extra=extra)
+
+
+def said(text: str, *before: dict[str, str]) -> list[dict[str, str]]:
+    return [*before, {"role": "assistant", "content": text}]
+
+
+QUESTION = {"role": "user", "content": "1 2"}
+FORMATS = [  # question, fields -> responses, pairs, margins
+    ("1 2", {"chosen": "3", "rejected": "4 5"}, [[3], [4, 5]], [[0, 1]], [0]),
+    ("1 2", {"chosen": "3", "rejected": "4", "margin": 0.5}, [[3], [4]], [[0, 1]], [0.5]),
+    ("1 2", {"chosen": "3", "rejected": "4", "margin": None, "responses": None}, [[3], [4]], [[0, 1]], [0]),
+    ("1 2", {"chosen": said("3"), "rejected": said("4")}, [[3], [4]], [[0, 1]], [0]),
+    ("1 2", {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)}, [[3], [4]], [[0, 1]], [0]),
+    (CHAT, {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)}, [[3], [4]], [[0, 1]], [0]),
+    ("1 2", {"responses": ["3", "4", "5"]}, [[3], [4], [5]], [[0, 1], [0, 2], [1, 2]], [0, 0, 0]),
+    ("1 2", {"responses": ["3", "4", "5"], "ranks": [2, 1, 2]}, [[3], [4], [5]], [[1, 0], [1, 2]], [0, 0]),
+    ("1 2", {"responses": ["3", "4", "5"], "scores": [0.1, 7, 0.1]}, [[3], [4], [5]], [[1, 0], [1, 2]], [0, 0]),
+    ("1 2", {"responses": [said("3"), said("4")], "scores": [-1, 1]}, [[3], [4]], [[1, 0]], [0]),
+    ("1 2", {"responses": ["3", "4"], "ranks": [1, 1]}, [], [], []),
+]
+
+
+@pytest.mark.parametrize(("text", "extra", "responses", "pairs", "margins"), FORMATS)
+def test_formats(text: str, extra: dict, responses: list, pairs: list, margins: list) -> None:
+    batch = preference_batch(IDS, [prompt(text=text, **extra)])
+    rows = [row.tolist() for row in batch.tokens.split(batch.cu_seqlens.diff().tolist()) if len(row)]
+    assert rows == [[1, 2, *response, EOS] for response in responses], "ended like answers of stage sft"
+    learned = [row.tolist() for row in batch.labels[batch.mask].split([len(row) - 2 for row in rows])] if rows else []
+    assert learned == [[*response, EOS] for response in responses]
+    assert batch.pairs.tolist() == pairs and batch.pairs.shape[1] == 2
+    assert batch.margins.tolist() == margins and batch.group.tolist() == [0] * len(rows)
+
+
+def test_rows_of_a_prompt_are_consecutive_and_tied_prompts_leave_no_gap() -> None:
+    nine = {"responses": [str(number) for number in range(3, 12)]}
+    batch = preference_batch(
+        IDS, [prompt(0, **nine), prompt(1, responses=["3", "4"], ranks=[1, 1]), prompt(2, chosen="5", rejected="6")]
+    )
+    assert batch.group.tolist() == [0] * 9 + [1] * 2
+    assert len(batch.pairs) == 37 and batch.pairs[-1].tolist() == [9, 10], "36 of nine responses"
+    assert preference_batch(IDS, []).num_rows == 0
+
+
+ERRORS = [
+    ({}, "has no responses, but preferences are learned from `chosen` and `rejected`"),
+    ({"chosen": "3"}, "has chosen, but"),
+    ({"chosen": "3", "rejected": "4", "responses": ["3", "4"]}, "has chosen and rejected and responses, but"),
+    ({"chosen": "3", "rejected": 4}, "rejected must be text, or messages that end with the assistant's, not '4'"),
+    ({"chosen": "3", "rejected": [QUESTION]}, "messages that end with the assistant's"),
+    ({"chosen": "3", "rejected": said("4", {"role": "user", "content": "7"})}, "1 messages that are not the prompt's"),
+    ({"chosen": "3", "rejected": said("4", QUESTION, *said("5"))}, "2 messages that are not the prompt's"),
+    ({"chosen": "3", "rejected": "4", "margin": "big"}, "margin must be 1 finite numbers"),
+    ({"responses": "3 4"}, "responses must be a list of two or more, best first"),
+    ({"responses": ["3"]}, "two or more"),
+    ({"responses": ["3", "4"], "ranks": [1]}, "ranks must be 2 finite numbers, one for each response"),
+    ({"responses": ["3", "4"], "scores": [1, float("nan")]}, "scores must be 2 finite numbers"),
+    ({"responses": ["3", "4"], "scores": [1, 2], "ranks": [1, 2]}, "which may contradict each other; keep one"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), ERRORS, ids=lambda value: str(value)[:40])
+def test_errors_name_the_problem(extra: dict, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        preference_batch(IDS, [prompt(number=41, **extra)])
+    assert str(error.value).startswith("problem 41 ('1 2')") and message in str(error.value)
