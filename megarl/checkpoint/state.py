@@ -140,7 +140,7 @@ class Checkpoints:
         if self.further.reference is not None:
             with self.further.reference():
                 tensors += rank_state.host_copies(_chunks(self.trained), None, prefix=REFERENCE)
-        self._writing = now.step, Writing({**scalars, **self._objects(), **_sharded_random(), "t": tensors}, staging)
+        self._writing = now.step, Writing(scalars, {**self._objects(), **_sharded_random(), "t": tensors}, staging)
         if not self.asynchronous:
             self.finish()
 

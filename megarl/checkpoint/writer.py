@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -30,21 +31,28 @@ from megarl.types import CheckFailed
 class Writing:
     """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""
 
-    def __init__(self, sharded: dict[str, Any], folder: Path) -> None:
-        """Plan; the tensors of `sharded` must not change until `finish` returns. `folder` exists and is empty."""
+    def __init__(self, common: dict[str, Any], sharded: dict[str, Any], folder: Path) -> None:
+        """Plan; the tensors of `sharded` must not change until `finish` returns. `folder` exists and is empty.
+
+        `common` is plain data, the same on every rank.
+        """
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
         with _removing(folder):
-            self._start(sharded)
+            self._start(common, sharded)
 
-    def _start(self, sharded: dict[str, Any]) -> None:
+    def _start(self, common: dict[str, Any], sharded: dict[str, Any]) -> None:
         # by default every rank spawns a process for this queue, though its writer and reader are threads here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         # 0.19 delegates the write to another package by default
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
-        self._request: Any = dist_checkpointing.save(sharded, str(self.folder), async_sharded_save=True, **options)
+        state = {**common, **sharded}
+        self._request: Any = dist_checkpointing.save(state, str(self.folder), async_sharded_save=True, **options)
+        # 0.19 keeps this among the tensors, but reads the file of older versions first; readers here know one place
+        if dist.get_rank() == 0 and not (file := self.folder / "common.pt").exists():
+            torch.save(common, file)
         self._buckets = [] if self._request.async_fn is None else self._request.async_fn_args[1]
         self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self.thread.start()

@@ -56,7 +56,7 @@ def gathered_by_megatron(trainer: Trainer, folder: Path) -> None:
     model = {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.model)}
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     optimizer = trainer.optimizer.sharded_state_dict(model, metadata=metadata)
-    Writing({**model, "optimizer": optimizer}, folder).finish()
+    Writing({}, {**model, "optimizer": optimizer}, folder).finish()
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
