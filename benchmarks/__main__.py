@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import plans, ranks512
+from benchmarks import algorithms, plans, ranks512
 from benchmarks.run import bench, describe
 
 
@@ -23,6 +23,9 @@ def main() -> int:
         return 0 if plans.check(only=args.only, json_file=args.json) else 3
     if args.names == ["ranks512"]:
         return 0 if ranks512.check(json_file=args.json) else 3
+    if args.names == ["algorithms"]:
+        algorithms.run(args.only, args.rounds, args.json)
+        return 0
     return 0 if bench(args.names, only=args.only, rounds=args.rounds, json_file=args.json) else 3
 
 

@@ -18,6 +18,7 @@ def describe() -> str:
     """One line per benchmark."""
     lines = [f"{name:12} {bench.about}" for name, bench in BENCHES.items()]
     lines.append("plans        weight syncs of large models against their physical floor (run it alone)")
+    lines.append("algorithms   ppo to dr_grpo at equal sampled tokens, --rounds seeds each (run it alone)")
     lines.append("ranks512     what 512 ranks exchange, plan and reduce each step (run it alone)")
     return "\n".join([*lines, "code_reward  samples a second of the code reward: python -m benchmarks.code_reward"])
 
