@@ -7,7 +7,8 @@ model with coefficient 0.001 where its paper puts it. ppo and reinforce_pp draw 
 others 8 of each of 64. grpo_process also sees which digits are right, which the others do not. ppo's critic learns
 alone in the first steps, which count. Curves end at the largest number of sampled tokens that every run reached.
 
-With all algorithms, writes benchmarks/results/algorithms.{txt,png}.
+With all algorithms, writes benchmarks/results/algorithms.{txt,png}. FILE is written after each run; runs that it holds
+are not repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,6 @@ def train(config: str, folder: Path, name: str, *keys: str) -> Path:
 
 
 def measure(name: str, seed: int, model: Path, folder: Path, *keys: str) -> dict[str, Any]:
-    """One run: its curves over sampled tokens, held-out accuracy, seconds and peak memory."""
     kl = ["algorithm.kl.coef=0.001"] if name in ("ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo") else []
     preset = "grpo" if name == "grpo_process" else name
     run = train(
@@ -85,6 +86,11 @@ def measure(name: str, seed: int, model: Path, folder: Path, *keys: str) -> dict
         *ALGORITHMS[name],
         *keys,
     )
+    return read(run, name, seed)
+
+
+def read(run: Path, name: str, seed: int) -> dict[str, Any]:
+    """One run: its curves over sampled tokens, held-out accuracy, seconds and peak memory."""
     rows, held_out = read_metrics(run / "metrics.jsonl"), read_metrics(run / "eval.jsonl")
     steps = [row for row in rows if row["length/mean"] is not None]
     tokens = np.cumsum([row["length/mean"] * row["samples/count"] for row in steps])
@@ -132,7 +138,7 @@ def summary(by_name: Mapping[str, Sequence[Row]], end: float) -> Iterator[str]:
         yield (
             f"{name:<23}{span(tail['reward']):>20}{np.mean(reached) / 1e3:>7.0f}k{np.mean(jitter):>8.4f}"
             f"{span(tail['kl']):>20}{np.mean(tail['length']):>8.2f}{np.mean(before):>7.3f} -> {span(after)}"
-            f"{np.mean([run['step_s'] for run in runs]):>8.2f}{np.mean([run['wall_s'] for run in runs]):>7.0f}"
+            f"{min(run['step_s'] for run in runs):>8.2f}{min(run['wall_s'] for run in runs):>7.0f}"
             f"{np.mean([run['peak_gb'] for run in runs]):>7.2f}"
         )
 
@@ -151,11 +157,12 @@ def draw(by_name: Mapping[str, Sequence[Row]], end: float, file: Path) -> None:
         for panel, key in zip((panels[0, 0], panels[1, 0], panels[1, 1]), labels, strict=True):
             panel.plot(grid / 1e3, of[key].mean(0), color=colour, label=name, linewidth=1.6)
             panel.fill_between(grid / 1e3, of[key].min(0), of[key].max(0), color=colour, alpha=0.12, linewidth=0)
-        panels[0, 1].plot(of["kl"].mean(0), of["reward"].mean(0), color=colour, linewidth=1.6)
-        for kl, reward in zip(of["kl"], of["reward"], strict=True):
-            panels[0, 1].plot(kl[-1], reward[-1], "o", color=colour, markersize=4)
+        kl, reward = (of[key].reshape(-1, 10, 20).mean(2) for key in ("kl", "reward"))  # means of a tenth of the tokens
+        panels[0, 1].plot(kl.mean(0), reward.mean(0), color=colour, linewidth=1.2, marker=".")
+        panels[0, 1].plot(kl[:, -1], reward[:, -1], "o", color=colour, markersize=5)
     for panel, key in zip((panels[0, 0], panels[1, 0], panels[1, 1]), labels, strict=True):
         panel.set(xlabel="sampled tokens, thousands", ylabel=labels[key])
+    panels[0, 1].set_title("each tenth of the tokens; circles: the last one of each seed", fontsize=9)
     panels[0, 1].set(xlabel=labels["kl"], ylabel=labels["reward"])
     for panel in panels.flat:
         panel.grid(alpha=0.3)
@@ -167,15 +174,18 @@ def draw(by_name: Mapping[str, Sequence[Row]], end: float, file: Path) -> None:
 
 
 def compare(
-    names: Sequence[str], seeds: Sequence[int], *keys: str, model: Path | None = None
+    names: Sequence[str], seeds: Sequence[int], *keys: str, model: Path | None = None, file: Path | None = None
 ) -> tuple[dict[str, list[Row]], float]:
     """Returns the runs of each algorithm, seed by seed in turn, and the sampled tokens that all of them reached."""
-    by_name: dict[str, list[Row]] = {name: [] for name in names}
+    runs: list[Row] = json.loads(file.read_text()) if file is not None and file.is_file() else []
     with tempfile.TemporaryDirectory() as folder:
         model = model or train("quickstart_sft", Path(folder), "sft") / "hf"
-        for seed in seeds:
-            for name in names:
-                by_name[name].append(measure(name, seed, model, Path(folder), *keys))
+        for seed, name in product(seeds, names):
+            if not any((run["algorithm"], run["seed"]) == (name, seed) for run in runs):
+                runs.append(measure(name, seed, model, Path(folder), *keys))
+            if file is not None:
+                file.write_text(json.dumps(runs))
+    by_name = {name: [run for run in runs if run["algorithm"] == name and run["seed"] in seeds] for name in names}
     return by_name, min(run["tokens"][-1] for runs in by_name.values() for run in runs)
 
 
@@ -184,9 +194,7 @@ def run(only: str, seeds: int, json_file: Path | None) -> None:
     if not names or seeds < 1:
         raise ValueError(f"--only={only!r} --rounds={seeds}: algorithms are {', '.join(ALGORITHMS)}, seeds at least 1")
     before = machine()
-    by_name, end = compare(names, range(1, seeds + 1))
-    if json_file is not None:
-        json_file.write_text(json.dumps(by_name))
+    by_name, end = compare(names, range(1, seeds + 1), file=json_file)
     text = "\n".join(
         [
             "$ python -m benchmarks algorithms",
@@ -200,7 +208,8 @@ def run(only: str, seeds: int, json_file: Path | None) -> None:
             "",
             f"reward, KL, length: of the samples trained on, over the last {TAIL:.0%} of the tokens; to 0.7: sampled",
             "tokens until the mean of 5 steps has reached 0.7; jitter: standard deviation of the reward's change from",
-            "step to step there; GB: peak resident memory of a rank",
+            "step to step there; step s, run s: median seconds of a step, and of all steps, of the fastest seed, since",
+            "the machine is shared; GB: peak resident memory of a rank",
             "",
         ]
     )

@@ -21,11 +21,13 @@ def test_digits_are_right_while_they_begin_the_answer(steps: list[str], scores: 
 def test_algorithms_are_compared_at_equal_tokens(tmp_path: Path):
     names, small = ["ppo", "grpo_process"], ["train.prompts_per_step=8", "eval.size=8", "launch.processes=2"]
     model = train("quickstart_sft", tmp_path, "sft", "train.steps=30", "sft.until_accuracy=null", *small) / "hf"
-    by_name, end = compare(names, [1], "train.steps=7", *small, model=model)
+    file = tmp_path / "runs.json"
+    by_name, end = compare(names, [1], "train.steps=7", *small, model=model, file=file)
+    assert compare(names, [1], "no such key", model=model, file=file) == (by_name, end)  # nothing runs again
     ppo, process = (by_name[name][0] for name in names)
     assert end == min(run["tokens"][-1] for run in (ppo, process)) and len(ppo["reward"]) == len(process["reward"]) == 7
     assert ppo["tokens"][0] < process["tokens"][0]  # one sample of each of 8 prompts, and eight
-    assert max(ppo["kl"]) > 0 and len(ppo["held_out"]) == len(process["held_out"]) == 2
+    assert len(ppo["held_out"]) == len(process["held_out"]) == 2
     header, *lines = summary(by_name, end)
     assert [line.split()[0] for line in lines] == names and len({len(line) for line in (header, *lines)}) <= 2
     draw(by_name, end, tmp_path / "algorithms.png")
