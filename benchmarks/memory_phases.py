@@ -241,7 +241,8 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         else:
             stage = publisher._stage
             publisher._stage = lambda parameters: _within(measured("staging"), stage, parameters)  # type: ignore[method-assign]
-        phases = TimedPhases(measured, lambda values: None, DEVICE, trainer.memory, side)
+        memory: Any = [trainer] if "trainers" in TimedPhases.__dataclass_fields__ else trainer.memory
+        phases = TimedPhases(measured, lambda values: None, DEVICE, memory, side)
         on_device = "device" in Exchange.__dataclass_fields__  # before, the exchange went over the device
         exchange = Exchange(_Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else []))
         requests = [Request(Prompt(number, (1,), ""), 0, 0, 1.0) for number in range(64)]

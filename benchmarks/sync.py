@@ -31,8 +31,8 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.weights import execute
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.transports import InProcess
 from megarl.weights.transports.collective import Collective
-from megarl.weights.transports.inprocess import InProcess
 
 __all__ = ["CASES", "Memory", "gathered", "room_for", "sharded", "slice_of", "view"]
 

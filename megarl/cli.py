@@ -121,9 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
     serve = commands.add_parser("serve-reward", help="score responses with a reward model, over HTTP")
     serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     serve.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
     serve.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the weights (default: bf16)")
     return parser
@@ -201,7 +199,7 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
 def _run(
     command: str, path: str, overrides: Sequence[str], *, dry_run: bool = False, resume_changed: bool = False
 ) -> int:
-    from megarl.config.load import load_config, run_dir
+    from megarl.config.load import changed, load_config, run_dir
     from megarl.config.names import ENGINE_STAGES
     from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
     from megarl.launch.preflight import describe, preflight
@@ -211,13 +209,12 @@ def _run(
     env = Env.read()
     config = load_config(path, overrides)
     if command != "train":  # its own folder, beside the run's
-        name = f"{config.run.name}-{command}"
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+        config = changed(config, "run", name=f"{config.run.name}-{command}")
     try:
         config = resolve_datasets(resolve_model(config, env), env)
         job = preflight(config, env, command=command)
         if not dry_run:
-            download_weights(config, env)
+            download_weights(config, env, command)
             make_run_dir(config)
             config = materialize_model(config)
             if command == "train" and not resume_changed:
@@ -245,12 +242,12 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     """Write the figures of the run's weight sync, for its report."""
     import json
 
-    from megarl.config.load import run_dir
+    from megarl.config.load import changed, run_dir
     from megarl.planner.weight_sync import plan_weights
     from megarl.telemetry.report import PLAN
 
-    sizes = {"processes": world, "processes_per_node": config.launch.processes_per_node or ranks_per_node}
-    config = config.model_copy(update={"launch": config.launch.model_copy(update=sizes)})
+    ranks_per_node = config.launch.processes_per_node or ranks_per_node
+    config = changed(config, "launch", processes=world, processes_per_node=ranks_per_node)
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 

@@ -34,12 +34,17 @@ from megarl.types import (
 )
 
 
-class Prompts(Protocol):
+class Stateful(Protocol):
+    """Plain data that checkpoints save and restore."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Prompts(Stateful, Protocol):
     """A resumable stream of prompts, the same on every rank."""
 
     def take(self, count: int) -> list[Prompt]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated

@@ -103,6 +103,7 @@ class TokenBatch:
     mask: Tensor  # [T] bool: True where labels[t] is learned; False at the last position of a row
     cu_seqlens: Tensor  # [N + 1] int64
     temperature: float  # of the softmax
+    extra_labels: Tensor | None = None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +161,7 @@ class ScoredBatch(TrainBatch):
     ref_logprobs: Tensor | None  # [T] fp32; None: no reference term, or the reference is the policy itself
     kl_coef: float  # of this batch, in the reward and in the loss
     teacher_logprobs: Tensor | None = None  # [T] fp32; None: the objective has no teacher
+    teacher_top_logprobs: Tensor | None = None  # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
     old_values: Tensor | None = None  # [T] fp32, the critic's before the update; None: no critic
     returns: Tensor | None = None  # [T] fp32, the critic's targets; None: no critic
 
@@ -171,6 +173,8 @@ class TokenScores:
     old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
     ref_logprobs: Tensor | None  # [T]; None: no reference term, or the reference is the policy itself
     teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
+    teacher_top_ids: Tensor | None = None  # [T, K] int32: its likeliest tokens; None: the objective reads none
+    teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
     # [T]: V of the state before each label; with critic.bootstrap_truncated, at the last position of a row too, where
     # it is V after the last label; None: no critic
     values: Tensor | None = None
@@ -184,6 +188,8 @@ class TokenOutputs:
     entropy_T: Tensor | None = None  # nats
     values_T: Tensor | None = None  # one number per token: a critic's value, a reward model's score
     gates_T: Tensor | None = None  # logit of a token's weight in the score of its row
+    extra_labels_TK: Tensor | None = None  # int64: the K likeliest tokens, where the head was asked for them
+    extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class MicrobatchRows:
     mask: Tensor  # [M] bool
 
     def select(self, x_T: Tensor) -> Tensor:
-        """[M], on the device: these rows of a [T] tensor of the batch."""
+        """[M, ...], on the device: these rows of a [T, ...] tensor of the batch."""
         return to_device(x_T[self.index], self.mask.device)
 
 

@@ -165,27 +165,14 @@ def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
     return advantages_T + values_T
 
 
-_ROW_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "opo": opo,
-    "gpg": gpg,
-}
-_TOKEN_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    "reinforce": reinforce,
-    "reinforce_pp": reinforce_pp,
-    "remax": remax,
-    "gae": gae,
-    "grpo_process": grpo_process,
-}
+_PER_ROW = (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, gpg)
+_PER_TOKEN = (reinforce, reinforce_pp, remax, gae, grpo_process)
 _NEUTRAL = {"gamma": 1.0, "lam": 1.0, "singleton": "zero"}  # every estimator accepts these, where they change nothing
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` is False
 
 
 def _advantages(
-    name: str,
+    estimator: Callable[..., Tensor],
     rewards_T: Tensor,
     mask_T: Tensor,
     cu_seqlens: Tensor,
@@ -197,7 +184,6 @@ def _advantages(
     baseline_N: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    estimator = _ROW_ESTIMATORS.get(name) or _TOKEN_ESTIMATORS[name]
     parameters = signature(estimator).parameters
     own_options = {key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
     _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
@@ -208,9 +194,9 @@ def _advantages(
     given = {key: x for key, x in given.items() if key in parameters}
     inputs = {key: x for key, x in given.items() if x is not None}
     if missing := [key for key in given if key not in inputs]:
-        raise ValueError(f"advantage={name} needs {missing[0]} [{missing[0][-1]}]; pass it")
+        raise ValueError(f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it")
 
-    dtype, per_row = at_least_fp32(rewards_T.dtype), name in _ROW_ESTIMATORS
+    dtype, per_row = at_least_fp32(rewards_T.dtype), estimator in _PER_ROW
     limit = torch.finfo(dtype).max / 8
     batch = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, limit=limit, per_row=per_row, inputs=inputs)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
@@ -259,5 +245,5 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    name: partial(_advantages, name, whiten=name in WHITENED) for name in (*_ROW_ESTIMATORS, *_TOKEN_ESTIMATORS)
+    rule.__name__: partial(_advantages, rule, whiten=rule.__name__ in WHITENED) for rule in (*_PER_ROW, *_PER_TOKEN)
 }

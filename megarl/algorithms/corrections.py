@@ -99,12 +99,5 @@ def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
     return (~dropped_T).to(gap.log_ratio_T.dtype)
 
 
-_RULES: dict[str, Callable[..., Tensor]] = {
-    "none": none,
-    "tis": tis,
-    "seq_tis": seq_tis,
-    "icepop": icepop,
-    "seq_mask": seq_mask,
-    "opsm": opsm,
-}
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}
+_RULES = (none, tis, seq_tis, icepop, seq_mask, opsm)
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {rule.__name__: partial(_weights, rule) for rule in _RULES}

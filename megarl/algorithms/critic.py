@@ -5,15 +5,13 @@ T = tokens of the batch, M = tokens of one micro-batch, N = rows. A value V_t is
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import VALUE_LOSSES
 from megarl.algorithms.rows import clean
 from megarl.algorithms.whitening import whiten_stats
-from megarl.types import FINISH, Loss, MicrobatchRows, ScoredBatch, TokenLosses, TokenOutputs, TrainBatch
+from megarl.types import FINISH, MicrobatchRows, ScoredBatch, TokenLosses, TokenOutputs, TrainBatch
 
 
 def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
@@ -21,19 +19,16 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
     state after the cut; 0 elsewhere. Added to the reward, times gamma, it is GAE's V after the last token."""
     after_T = torch.zeros_like(values_T)
     is_cut_N = (batch.finish == FINISH.index("length")) & (batch.cu_seqlens.diff() > 1)
-    end_N = (
-        batch.cu_seqlens[1:][is_cut_N] - 1
-    )  # not trained itself; the position before it is, with the token of the cut
+    end_N = batch.cu_seqlens[1:][is_cut_N] - 1  # not trained; the position before it is, with the token of the cut
     after_T[end_N - 1] = values_T[end_N]
     return clean(after_T, batch.mask)
 
 
-def value_loss(batch: ScoredBatch, *, clip: float | None) -> Loss:
-    """The clipped squared error to `batch.returns`, for `Trainer.step`; its weights are those of token-mean."""
-    return partial(_token_losses, batch, clip)
+def value_losses(batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
+    """A types.Loss, once its first two arguments are bound: the clipped squared error to `batch.returns`.
 
-
-def _token_losses(batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
+    Its weights are those of token-mean.
+    """
     assert outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
     old_M, returns_M = rows.select(batch.old_values), rows.select(batch.returns)
     loss_M = VALUE_LOSSES["clipped"](outputs.values_T, old_M, returns_M, rows.mask, clip=clip)

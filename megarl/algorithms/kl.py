@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from tokens the policy sampled. delta = log pi - log ref.
+"""KL divergences. Estimators of KL(policy || reference) from sampled tokens, with delta = log pi - log ref:
 
 | name | value              | gradient to log pi | expected gradient            |
 | k1   | delta              | 1                  | 0: useless as a loss         |
@@ -6,7 +6,8 @@
 | k3   | e^-delta - 1 + delta | 1 - e^-delta     | that of KL(ref || policy)    |
 | k3+  | that of k3         | delta              | that of KL(policy || ref)    |
 
-Schulman, "Approximating KL Divergence", 2020. T = positions. There is no mask: the caller cleans both inputs.
+Schulman, "Approximating KL Divergence", 2020. T = positions. There is no mask: the caller cleans both inputs. Without
+sampling: `teacher_divergence`, over K tokens of each position and one outcome R for all others.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import at_least_fp32
+from megarl.algorithms.rows import at_least_fp32, clean
 
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums
+REST_FLOOR = 1e-6  # of the probability of all other tokens: fp32 does not know 1 - sum any better
+LOG_ZERO = -1e4  # its exponential is 0, and differences of it are finite
 
 
 def likelihood_ratio(log_ratio: Tensor) -> Tensor:
@@ -69,3 +72,34 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples:
     if not math.isfinite(kl):
         return coef
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_samples / horizon)
+
+
+def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0) -> Tensor:
+    """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
+
+    Both are log-probs, under the whole vocabulary, of the same K distinct tokens in any order; where the teacher's is
+    -inf there is no token. All other tokens are one more outcome, so K = vocabulary is exact; less is a lower bound,
+    because merging outcomes never increases a divergence (data-processing inequality). Without that outcome, or with
+    both renormalised over the K, the student could lower its loss by moving probability to other tokens.
+
+    beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised Jensen-Shannon divergence of
+    GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 - beta) KL(student || mix) with
+    mix = beta teacher + (1 - beta) student.
+    """
+    is_token_TK = mask_T[:, None] & (teacher_TK != -torch.inf)
+    student_TR, teacher_TR = (_with_rest(x_TK, is_token_TK) for x_TK in (student_TK, teacher_TK))
+    if beta in (0, 1):
+        return _exact_kl(student_TR, teacher_TR) if beta else _exact_kl(teacher_TR, student_TR)
+    mix_TR = torch.logaddexp(teacher_TR + math.log(beta), student_TR + math.log(1 - beta))
+    return clean(beta * _exact_kl(teacher_TR, mix_TR) + (1 - beta) * _exact_kl(student_TR, mix_TR), mask_T)
+
+
+def _with_rest(logprobs_TK: Tensor, is_token_TK: Tensor) -> Tensor:
+    """[T, K + 1]: the log-prob of all other tokens comes last."""
+    logprobs_TK = logprobs_TK.to(at_least_fp32(logprobs_TK.dtype)).where(is_token_TK, LOG_ZERO)
+    rest_T1 = (1 - logprobs_TK.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR)
+    return torch.cat([logprobs_TK, rest_T1.log()], 1)
+
+
+def _exact_kl(p_TR: Tensor, q_TR: Tensor) -> Tensor:
+    return (p_TR.exp() * (p_TR - q_TR)).sum(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from megarl.algorithms.kl import likelihood_ratio
 from megarl.algorithms.rows import Rows, at_least_fp32, clean
 
+LossAndClip = tuple[Tensor, Tensor]  # [T]; [T] bool: the clip removes the token's gradient
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
@@ -45,21 +47,6 @@ class _Tokens:
         return likelihood_ratio(self.log_ratio_T)
 
 
-def _per_token(
-    rule: Callable[..., Tensor],
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    **options: object,
-) -> Tensor:
-    dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
-    inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
-    new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
-    return rule(_Tokens(new_T, old_T, advantages_T, mask_T, cu_seqlens), **options)
-
-
 def reinforce(tokens: _Tokens) -> Tensor:
     """REINFORCE: -A l. Does not depend on the old log-probs. Williams 1992."""
     return -tokens.advantages_T * tokens.logprobs_T
@@ -77,46 +64,30 @@ def ppo_clip(
     clip_high: float = 0.28,
     dual_clip: float | None = 10.0,
     ratio: str = "token",
-) -> Tensor:
+) -> LossAndClip:
     """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A < 0.
 
     Schulman et al. 2017, arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020,
     arXiv 1912.09729. `ratio` "sequence": each token's ratio is that of its row, pi(row) / pi_old(row), as in RLOO,
     arXiv 2402.14740.
     """
-    ratio_T = _ppo_ratio(tokens, ratio)
-    return _clip(ratio_T, tokens.advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def ppo_clipped(
-    tokens: _Tokens,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 10.0,
-    ratio: str = "token",
-) -> Tensor:
-    """[T] bool: the clip or the dual clip removes the token's gradient."""
-    ratio_T = _ppo_ratio(tokens, ratio)
-    above_dual_T = (tokens.advantages_T < 0) & (ratio_T > (dual_clip or float("inf")))
-    return _beyond_bound(ratio_T, tokens.advantages_T, clip_low, clip_high) | above_dual_T
-
-
-def _ppo_ratio(tokens: _Tokens, ratio: str) -> Tensor:
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
-    if ratio == "token":
-        return tokens.ratio_T
-    return likelihood_ratio(tokens.rows.spread(tokens.rows.sum(tokens.log_ratio_T)))
+    ratio_T = tokens.ratio_T
+    if ratio == "sequence":
+        ratio_T = likelihood_ratio(tokens.rows.spread(tokens.rows.sum(tokens.log_ratio_T)))
+    return _clip(ratio_T, tokens.advantages_T, clip_low, clip_high, dual_clip)
 
 
 def _clip(
-    ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
+    ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> LossAndClip:
     loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is None:
-        return loss_T
-    return torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)
+    clipped_T = _beyond_bound(ratio_T, advantages_T, clip_low, clip_high)
+    if dual_clip is not None:
+        loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)
+        clipped_T = clipped_T | ((advantages_T < 0) & (ratio_T > dual_clip))
+    return loss_T, clipped_T
 
 
 def _beyond_bound(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -124,7 +95,7 @@ def _beyond_bound(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_h
     return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low))
 
 
-def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
     """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row. arXiv 2507.18071.
 
     In token form, sg[s] e^(l - sg[l]) (section 4.3): with equal advantages its value and gradient are those of s, and
@@ -135,28 +106,17 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     # a GPU's answer would hold up every micro-batch; validate refuses the configs whose advantages can differ
     if not uneven_T.is_cuda and bool((uneven_T & tokens.mask_T).any()):
         raise ValueError("loss=gspo needs one advantage per row, but these differ within a row; use grpo or rloo")
-    return _clip(_gspo_ratio(tokens), advantages_T, clip_low=clip_low, clip_high=clip_high)
-
-
-def gspo_clipped(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """[T] bool: the clip removes the token's gradient."""
-    return _beyond_bound(_gspo_ratio(tokens), tokens.advantages_T, clip_low, clip_high)
-
-
-def _gspo_ratio(tokens: _Tokens) -> Tensor:
-    rows, logprobs_T = tokens.rows, tokens.logprobs_T
     log_s_T = rows.spread(rows.mean(tokens.log_ratio_T.detach()))
-    return likelihood_ratio(log_s_T + (logprobs_T - logprobs_T.detach()))
+    ratio_T = likelihood_ratio(log_s_T + (tokens.logprobs_T - tokens.logprobs_T.detach()))
+    return _clip(ratio_T, advantages_T, clip_low, clip_high)
 
 
-def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient. MiniMax-M1, arXiv 2506.13585."""
-    return -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
-
-
-def cispo_clipped(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """[T] bool: the token's weight is clipped to a bound; its gradient remains."""
-    return tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
+def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
+    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient, and a clipped one is a weight at
+    a bound. MiniMax-M1, arXiv 2506.13585."""
+    clipped_T = tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
+    loss_T = -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
+    return loss_T, clipped_T
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
@@ -166,25 +126,21 @@ def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Ten
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
 
-def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
+def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndClip:
     """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it towards.
     arXiv 2507.20673."""
     rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
-    clipped_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
-    return rows.spread(-rows.mean(tokens.advantages_T) * likelihood_ratio(rows.mean(clipped_T)))
-
-
-def gmpo_clipped(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
-    """[T] bool: the clip removes the token's gradient."""
-    return _beyond_bound(1 + tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
+    bounded_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
+    loss_T = rows.spread(-rows.mean(tokens.advantages_T) * likelihood_ratio(rows.mean(bounded_T)))
+    return loss_T, _beyond_bound(1 + log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
 def clip_cov(
     tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, select_T: Tensor | None = None
-) -> Tensor:
+) -> LossAndClip:
     """Clip-Cov: PPO-clip without the tokens that SELECT["clip_cov"] chose. arXiv 2505.22617."""
-    loss_T = ppo_clip(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
-    return loss_T if select_T is None else loss_T.masked_fill(select_T, 0)
+    loss_T, clipped_T = _clip(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high)
+    return loss_T if select_T is None else loss_T.masked_fill(select_T, 0), clipped_T
 
 
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
@@ -198,7 +154,7 @@ def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = N
     return loss_T + clean(kl_coef * gap_T.abs(), select_T)
 
 
-_RULES: dict[str, Callable[..., Tensor]] = {
+_RULES: dict[str, Callable[..., Tensor | LossAndClip]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -210,17 +166,31 @@ _RULES: dict[str, Callable[..., Tensor]] = {
     "kl_cov": kl_cov,
     "sft": sft,
 }
-LOSSES: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _RULES.items()}
 
-# For the losses that clip: called like the loss, returns [T] bool.
-_CLIPPED_RULES: dict[str, Callable[..., Tensor]] = {
-    "ppo_clip": ppo_clipped,
-    "gspo": gspo_clipped,
-    "cispo": cispo_clipped,
-    "gmpo": gmpo_clipped,
-    "clip_cov": partial(ppo_clipped, dual_clip=None),
-}
-CLIPPED: dict[str, partial[Tensor]] = {name: partial(_per_token, rule) for name, rule in _CLIPPED_RULES.items()}
+
+def _loss_and_clip(
+    rule: Callable[..., Tensor | LossAndClip],
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    **options: object,
+) -> LossAndClip:
+    dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
+    inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
+    new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
+    result = rule(_Tokens(new_T, old_T, advantages_T, mask_T, cu_seqlens), **options)
+    return result if isinstance(result, tuple) else (result, torch.zeros_like(mask_T))
+
+
+def _loss(rule: Callable[..., Tensor | LossAndClip], *inputs: Tensor, **options: Any) -> Tensor:
+    return _loss_and_clip(rule, *inputs, **options)[0]
+
+
+LOSSES: dict[str, partial[Tensor]] = {name: partial(_loss, rule) for name, rule in _RULES.items()}
+# with the tokens that it clips; none for a loss without a clip
+LOSS_AND_CLIP: dict[str, partial[LossAndClip]] = {name: partial(_loss_and_clip, rule) for name, rule in _RULES.items()}
 
 
 def clipped_value_loss(

@@ -22,8 +22,8 @@ from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.critic import value_after_cut
-from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt, likelihood_ratio
-from megarl.algorithms.losses import CLIPPED, LOSSES, SELECT
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt, likelihood_ratio, teacher_divergence
+from megarl.algorithms.losses import LOSS_AND_CLIP, SELECT
 from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.whitening import Stats, whiten_stats
 from megarl.config.schema import Algorithm, KlTerm
@@ -98,12 +98,14 @@ class Objective:
             own = {"whiten": False} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}
             returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
         scored = ScoredBatch(
-            **{field.name: getattr(batch, field.name) for field in fields(TrainBatch)},
+            **{field.name: getattr(batch, field.name) for field in fields(TrainBatch) if field.name != "extra_labels"},
+            extra_labels=scores.teacher_top_ids,
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,
             kl_coef=coef,
             teacher_logprobs=scores.teacher_logprobs,
+            teacher_top_logprobs=scores.teacher_top_logprobs,
             old_values=values_T,
             returns=returns_T,
         )
@@ -159,7 +161,8 @@ class Objective:
         """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token.
 
         With a teacher, coefficient x (log pi_old - log pi_teacher), the gradient of KL(policy || teacher) on sampled
-        prefixes, is subtracted from each token's advantage (on-policy distillation, arXiv 2306.13649, 2306.08543).
+        prefixes, is subtracted from each token's advantage (on-policy distillation, arXiv 2306.13649, 2306.08543). With
+        `distill_top_k`, coefficient x `teacher_divergence` is added to the loss instead, without correction weight.
         """
         return partial(self._token_losses, batch, select_T)
 
@@ -176,15 +179,16 @@ class Objective:
             assert batch.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
             teacher_M = clean(rows.select(batch.teacher_logprobs), mask_M)
             taught = {"kl/teacher": KL["k3"](clean(outputs.logprobs_T.detach(), mask_M), teacher_M)}
-            log_ratio_M = KL["k1"](clean(old_M, mask_M), teacher_M).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            advantages_M = advantages_M - algorithm.distill_coef * log_ratio_M
+            if not algorithm.distill_top_k:
+                log_ratio_M = KL["k1"](clean(old_M, mask_M), teacher_M).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                advantages_M = advantages_M - algorithm.distill_coef * log_ratio_M
         ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
         options = algorithm.loss_bounds | algorithm.loss_options
         selected = {} if select_T is None else {"select_T": rows.select(select_T)}
         weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
-        loss_M = LOSSES[algorithm.loss](*ratio, **options, **selected) * weights_M
+        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](*ratio, **options, **selected)
+        loss_M = loss_M * weights_M
         new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
-        clipped_M = CLIPPED[algorithm.loss](*ratio, **options) if algorithm.loss in CLIPPED else torch.zeros_like(new_M)
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
         if algorithm.needs_reference:
@@ -192,6 +196,11 @@ class Objective:
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
         if algorithm.kl.coef and algorithm.kl.where == "loss":
             loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
+        if algorithm.distill_top_k:
+            assert outputs.extra_logprobs_TK is not None and batch.teacher_top_logprobs is not None
+            top = outputs.extra_logprobs_TK, rows.select(batch.teacher_top_logprobs), mask_M
+            sums["kl/teacher_top_k"] = teacher_divergence(*top)
+            loss_M = loss_M + algorithm.distill_coef * teacher_divergence(*top, beta=algorithm.distill_beta)
         if outputs.entropy_T is not None:
             sums["entropy"] = clean(outputs.entropy_T, mask_M)
             if algorithm.entropy_coef:
@@ -260,9 +269,6 @@ def _sum(x_T: Tensor) -> Tensor:
     return x_T.detach().double().sum()
 
 
-# --- rewards ------------------------------------------------------------------------------------------------------
-
-
 def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
     """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of all rewards."""
     bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
@@ -285,9 +291,6 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     # exactly 0 without such a step, however large the reward
     step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
-
-
-# --- KL -----------------------------------------------------------------------------------------------------------
 
 
 def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
@@ -319,9 +322,6 @@ def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> floa
         return coef
     mean = float(rows.mean(kl_T.double())[trained_N].mean())
     return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
-
-
-# --- correction ---------------------------------------------------------------------------------------------------
 
 
 def _correction(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.shards import ShardSlice
-from megarl.weights.checksum import positional_checksum
+from megarl.weights.publish import slice_checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,7 @@ class ConversionMap:
         """The checksum of the parameter's part of each HF tensor; over all parameters they sum to the tensor's."""
         sums: Counter[str] = Counter()
         for box in self.hf_slices[param]:
-            part, start = flat.as_strided(box.shape, box.strides, box.offset), box.start
-            if len(start) > len(self.hf_shapes[box.name]):  # pairs in the last dim
-                part, start = part.flatten(-2), (*start[:-2], 2 * start[-2])
-            sums[box.name] += int(positional_checksum(part, start))
+            sums[box.name] += int(slice_checksum(box, {param: flat}, self.hf_shapes[box.name], flat.dtype))
         return sums
 
 

@@ -9,7 +9,6 @@ few parameters are in memory (an expert's, a layer's, the embedding), however la
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from collections import Counter, deque
@@ -85,8 +84,7 @@ class Conversion:
 
     def _refuse_full_disk(self, staging: Path, files: Sequence[OutputFile]) -> None:
         """Raises CheckFailed, before anything is written, with the first file that would not fit."""
-        stat = os.statvfs(staging)
-        free = stat.f_bavail * stat.f_frsize
+        free = shutil.disk_usage(staging).free
         left = free + sum((staging / f.name).stat().st_blocks * 512 for f in files if (staging / f.name).exists())
         for file in files:
             left -= file.nbytes

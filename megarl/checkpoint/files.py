@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints, ascending; a folder still being written has another name."""
     names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for step in steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{step}", ignore_errors=True)
 
 
 def sums(folder: Path, names: Iterable[str]) -> Sums:

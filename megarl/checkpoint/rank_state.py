@@ -48,7 +48,8 @@ class _Stored:
         return {name: tensors[name].detach().view(-1)[low:high] for name in ("param", "exp_avg", "exp_avg_sq")}
 
 
-def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:  # of dense and of expert parameters
+def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """One optimizer, or one for dense and one for expert parameters."""
     return getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else [])
 
 

@@ -28,10 +28,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
-from megarl.checkpoint.torch_dist import CRITIC, REFERENCE, stored_objects
+from megarl.checkpoint.torch_dist import REFERENCE, stored_objects
 from megarl.checkpoint.writer import Writing, all_ranks
 from megarl.platform.atomic import write_atomic
-from megarl.roles import Prompts
+from megarl.roles import Prompts, Stateful
 from megarl.types import ObjectiveState
 
 
@@ -44,13 +44,6 @@ class Trained(Protocol):
     def optimizer(self) -> MegatronOptimizer: ...
     @property
     def scheduler(self) -> Any: ...  # state_dict, load_state_dict
-
-
-class Stateful(Protocol):
-    """Plain data that is saved and restored."""
-
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,6 @@ class Checkpoints:
     asynchronous: bool = True
     export: Callable[[int], None] | None = None  # called after every step, with its number
     say: Callable[[str], None] = print  # on rank 0
-    critic: Trained | None = None  # saved beside the policy, under names that begin with CRITIC
     further: Further = field(default_factory=Further)
 
     def __post_init__(self, state: ObjectiveState) -> None:
@@ -165,7 +157,8 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             writing.folder.rename(final)
             write_atomic(self.folder / "latest", f'"{final.name}"\n')
-            files.prune(self.folder, self.keep)
+            for old in files.steps(self.folder)[: -self.keep]:
+                shutil.rmtree(self.folder / f"step_{old}", ignore_errors=True)
         dist.barrier()
         self._saved = step
 
@@ -240,7 +233,7 @@ class Checkpoints:
 
     def _models(self) -> dict[str, Trained]:
         """By the prefix of their names."""
-        return {"": self.trained, **({} if self.critic is None else {CRITIC: self.critic}), **self.further.models}
+        return {"": self.trained, **self.further.models}
 
     def _objects(self) -> dict[str, Any]:
         return {

@@ -39,20 +39,17 @@ class Writing:
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
-        with _removing(folder):
-            self._start(common, sharded)
-
-    def _start(self, common: dict[str, Any], sharded: dict[str, Any]) -> None:
         # by default every rank spawns a process for this queue, though its writer and reader are threads here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         # 0.19 delegates the write to another package by default
         has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         state = {**common, **sharded}
-        self._request: Any = dist_checkpointing.save(state, str(self.folder), async_sharded_save=True, **options)
-        # 0.19 keeps this among the tensors, but reads the file of older versions first; readers here know one place
-        if dist.get_rank() == 0 and not (file := self.folder / "common.pt").exists():
-            torch.save(common, file)
+        with _removing(folder):
+            self._request: Any = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **options)
+            # 0.19 keeps this among the tensors, but reads the file of older versions first; readers here know one place
+            if dist.get_rank() == 0 and not (file := folder / "common.pt").exists():
+                torch.save(common, file)
         self._buckets = [] if self._request.async_fn is None else self._request.async_fn_args[1]
         self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self.thread.start()
@@ -62,23 +59,20 @@ class Writing:
 
         Raises CheckFailed on every rank if one of them could not write.
         """
-        with _removing(self.folder):
-            self._finish()
-
-    def _finish(self) -> None:
         self.thread.join()
-        errors = all_ranks(self._error)
-        if any(errors):
-            rank = next(rank for rank, error in enumerate(errors) if error)
-            raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
-        for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
-            finalize()
-        by_rank = all_ranks(self._sums)
-        if dist.get_rank() == 0:
-            written = {name: entry for sums in by_rank for name, entry in sums.items()}
-            others = [path.name for path in self.folder.iterdir() if path.name not in written]
-            files.write_manifest(self.folder, written | files.sums(self.folder, others))
-        dist.barrier()
+        with _removing(self.folder):
+            errors = all_ranks(self._error)
+            if any(errors):
+                rank = next(rank for rank, error in enumerate(errors) if error)
+                raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
+            for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
+                finalize()
+            by_rank = all_ranks(self._sums)
+            if dist.get_rank() == 0:
+                written = {name: entry for sums in by_rank for name, entry in sums.items()}
+                others = [path.name for path in self.folder.iterdir() if path.name not in written]
+                files.write_manifest(self.folder, written | files.sums(self.folder, others))
+            dist.barrier()
 
     def _write(self) -> None:
         try:

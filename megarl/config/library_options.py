@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from megarl.config.section import did_you_mean
 
 # key: package, files that define its dataclasses, what these are; patterns of fields that change speed or memory only;
 # patterns of fields and what they may break, of which the first that matches counts
@@ -65,9 +66,8 @@ def check_library_options(config: Any) -> Iterator[str]:
         known = _fields(package, files) if options else []
         for name, value in options.items():
             if known and name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else "remove it"
-                raise ValueError(f"{key}.{name} is not a field of {owner}; {hint}")
+                remedy = did_you_mean(name, known, "remove it")
+                raise ValueError(f"{key}.{name} is not a field of {owner}; {remedy}")
             if not _matches(name, harmless):
                 broken = next(what for names, what in breaks.items() if _matches(name, names))
                 if not is_unsafe:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.config.names import LOSS_BOUNDS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
+from megarl.config.section import did_you_mean
 
 RENAMED = {  # key of an earlier version -> its current name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
@@ -60,10 +61,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path)
     if not file.is_file():
-        near = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
-        hint = (
-            f"did you mean {' or '.join(str(file.parent / n) + '.yaml' for n in near)}?" if near else "pass a YAML file"
-        )
+        stems = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
+        near = " or ".join(f"{file.parent / stem}.yaml" for stem in stems)
+        hint = f"did you mean {near}?" if near else "pass a YAML file"
         raise FileNotFoundError(f"config {file} does not exist; {hint}")
     values, lines = _read_yaml(file)
     assignments = [_parse_override(text) for text in overrides]
@@ -96,6 +96,11 @@ def resolved_yaml(config: Config) -> str:
 
 def run_dir(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
+
+
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """Returns the config with other values in a section, which are not validated."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _origin(key: str, lines: Mapping[str, str]) -> str:
@@ -163,10 +168,9 @@ def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
-        if root is None:
-            return None
-        walk(root, "", 0)
-        return loader.construct_document(root)
+        if root is not None:
+            walk(root, "", 0)
+            return loader.construct_document(root)
     except RecursionError:
         raise _yaml_error(loader.get_mark(), f"it is nested more than {MAX_DEPTH} deep") from None
     finally:
@@ -220,9 +224,8 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
 def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str, Any]:
     name = explicit.get("preset", "grpo")
     if not isinstance(name, str) or name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from: {', '.join(PRESETS)}"
-        raise ValueError(f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {hint}")
+        remedy = did_you_mean(str(name), PRESETS, f"choose from: {', '.join(PRESETS)}", most=2)
+        raise ValueError(f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {remedy}")
     preset = deepcopy(dict(PRESETS[name]))
     for part in ("advantage", "loss", "correction"):  # the preset's options belong to the preset's function
         if part in explicit and explicit[part] != preset.get(part):

@@ -60,7 +60,4 @@ CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
 }
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
 TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process", "gae")  # may differ within a response
-STAGES = (  # of this version; each is megarl/launch/run_<stage>.py
-    "rl", "sft", "reward_model", "dpo", "iterative_dpo", "best_of_n", "iterative_grpo",
-)  # fmt: skip
 ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")

@@ -6,8 +6,8 @@ import string
 from typing import Any
 
 from megarl.config.schema import Create
-from megarl.models.family import Family
 from megarl.models.registry import FAMILIES
+from megarl.models.shape import Family
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
@@ -60,10 +60,6 @@ def hf_config(create: Create) -> dict[str, Any]:
         remedy = f"family={create.family} needs {dense + 1} or more, because the first layer has no experts"
         raise ValueError(f"model.create: layers={create.layers}, but {remedy}")
     return values
-
-
-def generation_config() -> dict[str, Any]:
-    return {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
 
 
 def _check_sizes(create: Create, head_dim: int) -> Family:

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.iterative import Iterative
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Options, Reward, Section
+from megarl.config.section import Iterative, Options, Reward, Section
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -115,7 +114,7 @@ class Overlong(Section):
 class FrozenModel(Section):
     """A model with the policy's tokenizer that scores its samples: on the same devices in turn, or behind a URL."""
 
-    model: str | None = None  # folder of a Hugging Face model
+    model: str | None = None  # folder or hub id (id@revision) of a Hugging Face model
     url: str | None = None  # of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1
     served_name: str | None = None  # of the model, in requests to the server; None: its only one
     options: Options = {}  # of the requests (megarl.rewards.remote.HttpOptions): timeout_s, concurrency ...
@@ -135,15 +134,15 @@ class Algorithm(Section):
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
-    distill_coef: NonNegativeFloat = 0.0  # of KL(policy || teacher), as a part of each token's advantage
+    distill_coef: NonNegativeFloat = 0.0  # of KL(policy || teacher), in each token's advantage, or with
+    distill_top_k: NonNegativeInt = 0  # in the loss, over that many of the teacher's likeliest tokens and all others
+    distill_beta: float = Field(default=1.0, ge=0, le=1)  # of that loss; 0: KL(teacher || policy), between: JSD
     correction: str = "none"
     correction_options: Options = {}
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
     entropy_coef: float = 0.0
     filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
-    max_refills: NonNegativeInt = (
-        4  # rounds of up to a batch of fresh prompts, before the step proceeds with fewer groups
-    )
+    max_refills: NonNegativeInt = 4  # rounds of up to a batch of fresh prompts; then the step has fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
     truncated_reward: float = 0.0  # replaces the reward of penalised responses
@@ -177,7 +176,7 @@ class Algorithm(Section):
 class Critic(Section):
     """The value model of advantage gae. What is not set here, such as schedule and clip_grad, is as in `train`."""
 
-    model: str | None = None  # folder of a Hugging Face model to start from, such as a reward model; None: the policy's
+    model: str | None = None  # folder or hub id (id@revision) to start from, as of a reward model; None: the policy's
     lr: NonNegativeFloat = 9.0e-6  # of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7 for the policy
     min_lr: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0  # first steps, in which only the critic is updated; the policy's schedule goes on
@@ -240,9 +239,7 @@ class Train(Section):
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
     logprob_chunk: PositiveInt = 1024  # tokens per chunk of the log-prob computation
-    entropy_every: NonNegativeInt = (
-        1  # steps from one measurement of `entropy` to the next, if no loss needs it; 0: never
-    )
+    entropy_every: NonNegativeInt = 1  # steps between measurements of `entropy`, if no loss needs it; 0: never
     recompute: Literal["none", "selective", "full"] = "none"  # of activations, in the backward pass
     recompute_modules: tuple[str, ...] = ("core_attn",)  # for selective: Megatron-Core's names (mlp, moe, layernorm...)
     offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # to the host while the engine samples
@@ -300,9 +297,7 @@ class Launch(Section):
     processes: PositiveInt | None = None  # of the trainer, in the split topology
     # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
     processes_per_node: PositiveInt | None = None
-    timeout_s: PositiveInt = (
-        600  # of collectives; 0.9 of it of a silent rank, half of it of one that is stopped or stuck
-    )
+    timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
 
 
 class Moe(Section):
@@ -342,9 +337,7 @@ class Eval(Section):
 class RewardModel(Section):
     """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
 
-    head: Literal["scalar", "token"] = (
-        "scalar"  # the score of a response's last token, or aggregated from all its tokens
-    )
+    head: Literal["scalar", "token"] = "scalar"  # the score of a response's last token, or aggregated from all tokens
     aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
     centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
     average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
@@ -368,6 +361,7 @@ class Telemetry(Section):
 
 
 class Config(Section):
+    # each is megarl/launch/run_<stage>.py
     stage: Literal["rl", "sft", "reward_model", "dpo", "iterative_grpo", "iterative_dpo", "best_of_n"] = "rl"
     run: RunSection = RunSection()
     model: Model = Model()

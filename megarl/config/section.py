@@ -1,12 +1,21 @@
-"""The base of all sections of a config, and a section that several others have."""
+"""The base of all sections of a config, those of rewards, and the remedy for names that they do not have."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.types import NonNegativeFloat, PositiveInt
 
 Options = dict[str, Any]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1) -> str:
+    """Suggests up to `most` similar names; `otherwise` is the remedy if none is."""
+    near = get_close_matches(name, [*known], n=most)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 class Section(BaseModel):
@@ -22,3 +31,24 @@ class Reward(Section):
     name: str  # accuracy, format, code, judge, process, model; a URL; or the dotted path of a function
     weight: float = 1.0
     options: Options = {}
+
+
+class RewardModelUpdates(Section):
+    """How the model of the reward `model` is trained on at the start of each iteration of iterative_grpo."""
+
+    train: bool = True
+    prompts: PositiveInt = 32  # sampled afresh; the responses to each are ranked
+    labels: tuple[Reward, ...] = ()  # what ranks them; empty: the run's rewards other than `model`
+    pairs: Literal["all", "best_worst"] = "all"  # of a ranking
+    updates: PositiveInt = 4  # on an equal share of the rankings each
+    lr: NonNegativeFloat = 1.0e-5
+    replay: float = Field(default=0.1, ge=0, lt=1)  # share of the rankings of an update that are of earlier iterations
+    history: PositiveInt = 1024  # rankings kept for it, the newest
+
+
+class Iterative(Section):
+    """Of the stage iterative_grpo."""
+
+    iterations: PositiveInt = 1  # of train.steps / iterations steps of the policy each
+    reset_reference: bool = True  # the reference of an iteration is the policy at its start; False: the first model
+    reward_model: RewardModelUpdates = RewardModelUpdates()

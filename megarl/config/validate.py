@@ -11,20 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megarl.config import names
-from megarl.config.iterative import check_iterative
+from megarl.config import model_checks, names
 from megarl.config.library_options import check_library_options
-from megarl.config.names import ENGINE_STAGES, STAGES
-from megarl.config.other_models import check_critic, check_frozen, check_reward_model
+from megarl.config.names import ENGINE_STAGES
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config, Task
-from megarl.config.sizes import check_cpu_engine, check_gpu_trainer, check_model
+from megarl.config.section import did_you_mean
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
@@ -59,23 +56,23 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     gpus = count_gpus()
     smallest = smallest_world(config.parallel.sizes, config.rollout.tensor)
     world = env.world_size if env.has_launcher else config.launch.processes or gpus or smallest
-    check_model(config, shape)
+    model_checks.check_model(config, shape)
     _check_moe(config, shape)
     if gpus:
-        check_gpu_trainer(config, shape)
+        model_checks.check_gpu_trainer(config, shape)
     elif has_engine:
-        check_cpu_engine(config, shape)
+        model_checks.check_cpu_engine(config, shape)
     _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)
     _check_algorithm(config)
-    check_critic(config, shape)
-    check_reward_model(config, shape)
+    model_checks.check_critic(config, shape)
+    model_checks.check_reward_model(config, shape)
     _check_preferences(config)
-    check_frozen(config)
+    model_checks.check_frozen(config, shape)
     if has_engine and not any(reward.weight for reward in config.rewards) and not config.algorithm.distill_coef:
         raise ValueError("rewards is empty, or every weight is 0; add one, e.g. rewards: [{name: accuracy}]")
-    check_iterative(config)
+    model_checks.check_iterative(config)
     _check_lengths(config, shape)
     _check_train(config, gpus)
     unsafe = tuple(check_library_options(config))
@@ -113,9 +110,6 @@ def model_shape(config: Config) -> ModelShape:
 
 def _check_available(config: Config) -> None:
     """Raises ValueError for settings that this version reserves but does not implement."""
-    if config.stage not in STAGES:
-        stages = " or ".join(STAGES)
-        raise ValueError(f"stage={config.stage} is not available in this version; choose {stages}")
     for key in RESERVED:
         if (value := attrgetter(key)(config)) != (only := attrgetter(key)(Config())):
             shown, default = json.dumps(value), json.dumps(only)
@@ -243,7 +237,7 @@ def _check_objective(config: Config) -> None:
             f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
         )
     has_steps, has_kl_reward = algorithm.advantage == "grpo_process", kl.where == "reward" and kl.coef > 0
-    varies = has_steps or algorithm.needs_critic or algorithm.distill_coef > 0
+    varies = has_steps or algorithm.needs_critic or (algorithm.distill_coef > 0 and not algorithm.distill_top_k)
     varies |= has_kl_reward and algorithm.advantage in names.TOKEN_ADVANTAGES
     if algorithm.loss == "gspo" and varies:
         raise ValueError(
@@ -282,9 +276,8 @@ def _check_objective(config: Config) -> None:
 
 def _check_options(key: str, name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     if unknown := next((option for option in options if option not in known), None):
-        near = get_close_matches(unknown, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
-        raise ValueError(f"{key}_options.{unknown} is not an option of {key}={name}; {hint}")
+        remedy = did_you_mean(unknown, known, f"it takes {', '.join(known) or 'none'}; remove it")
+        raise ValueError(f"{key}_options.{unknown} is not an option of {key}={name}; {remedy}")
 
 
 def _check_lengths(config: Config, shape: ModelShape) -> None:

@@ -46,9 +46,14 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
                 f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft trains on answers; "
                 "add an answer to every row of the task"
             )
-        tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(prompt.answer)])
-        rows.append((tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)))
+        rows.append(answer_row(tokenizer, prompt, prompt.answer))
     return token_batch(rows, temperature=1.0)
+
+
+def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tensor, Tensor]:
+    """The tokens [L] of a prompt, an answer and the end token, and which are learned [L]: all but the prompt's."""
+    tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(answer)])
+    return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)
 
 
 def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False) -> TrainBatch:
@@ -58,13 +63,12 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     """
     rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
     samples = [sample for _, _, sample in rows]
-    is_masked = [mask_truncated and sample.finish == "length" for sample in samples]
     trainable = [
-        torch.zeros_like(s.trainable) if masked else s.trainable for s, masked in zip(samples, is_masked, strict=True)
+        torch.zeros_like(sample.trainable) if mask_truncated and sample.finish == "length" else sample.trainable
+        for sample in samples
     ]
-    tokens = token_batch(
-        [(sample.tokens, row) for sample, row in zip(samples, trainable, strict=True)], temperature=temperature
-    )
+    tokens_of_rows = [sample.tokens for sample in samples]
+    tokens = token_batch(list(zip(tokens_of_rows, trainable, strict=True)), temperature=temperature)
     rewards = torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32)
     token_rewards, step_ends, outcome_at = _place_rewards(samples, rewards, tokens)
     logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)

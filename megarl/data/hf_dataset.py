@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from megarl.config.schema import Section
+from megarl.config.section import Section, did_you_mean
 from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
 
@@ -70,16 +69,18 @@ class Rows:
     def __getitem__(self, index: int) -> Row:
         return self._row(index, self.dataset[index])
 
-    def questions(self) -> Iterator[Any]:
-        """Reads all questions, without the other columns; and checks that the pattern matches all answers."""
-        columns = {*self.prompt, *(self.answer[:1] if self.pattern else ())}
+    def scan(self, whole: bool) -> Iterator[Row]:
+        """Reads all rows, or only their questions; and checks that the pattern matches all answers."""
+        columns = self.dataset.column_names if whole else {*self.prompt, *(self.answer[:1] if self.pattern else ())}
         batches = self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
         rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
-        return (self._row(index, row, scan=True)[0] for index, row in enumerate(rows))
+        return (self._row(index, row, whole=whole) for index, row in enumerate(rows))
 
-    def _row(self, index: int, row: dict[str, Any], *, scan: bool = False) -> Row:
+    def _row(self, index: int, row: dict[str, Any], *, whole: bool = True) -> Row:
         question = self._question(index, [row[column] for column in self.prompt])
-        answer = None if scan and not self.pattern else reduce(_field, self.answer, row) if self.answer else None
+        answer = None
+        if self.answer and (self.pattern or whole):
+            answer = reduce(lambda value, key: None if value is None else value[key], self.answer, row)
         if self.pattern is not None:
             matches = [] if answer is None else [match[1] for match in re.finditer(self.pattern, str(answer))]
             if not matches:
@@ -104,10 +105,6 @@ class Rows:
         return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
 
 
-def _field(value: Any, key: str) -> Any:
-    return None if value is None else value[key]
-
-
 def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
     """Raises ValueError for an unknown option or a wrong value."""
     try:
@@ -116,10 +113,9 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
         first = error.errors()[0]
         key = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            known = list(DatasetOptions.model_fields)
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-            raise ValueError(f"task.options.{key} is not an option of task.name=hf:{name}; {hint}") from None
+            known = DatasetOptions.model_fields
+            remedy = did_you_mean(key, known, f"it takes {', '.join(known)}")
+            raise ValueError(f"task.options.{key} is not an option of task.name=hf:{name}; {remedy}") from None
         reason = first["msg"].removeprefix("Value error, ")
         raise ValueError(f"task.options.{key}={first['input']!r} of task.name=hf:{name}: {reason}") from None
 

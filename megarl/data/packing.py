@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from random import Random
 
 import numpy as np
@@ -135,33 +135,17 @@ def _costs(lengths: np.ndarray) -> np.ndarray:
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its own bin.
 
-    Fills one bin after the other with the largest remaining item that fits, located by bisection over the distinct
-    sizes. The bins equal those of the usual loop over items.
+    Fills one bin after the other with the largest remaining item that fits: the bins of the usual loop over items.
     """
     capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
     order = np.argsort(capped_N, kind="stable")
-    starts = np.append(0, np.flatnonzero(np.diff(capped_N[order])) + 1)
-    if not order.size:
-        return []
-    sizes = capped_N[order[starts]].tolist()  # distinct, ascending
-    ordered = order.tolist()
-    items_of_size = [ordered[start:end] for start, end in pairwise([*starts.tolist(), order.size])]
-    bins: list[list[int]] = []
+    items, sizes, bins = order.tolist(), capped_N[order].tolist(), list[list[int]]()
     while sizes:
-        room, members, index = capacity, [], len(sizes) - 1
+        members, room, index = list[int](), capacity, len(sizes) - 1
         while index >= 0:
-            size, items = sizes[index], items_of_size[index]
-            if size > room:
-                index = bisect_right(sizes, room, 0, index) - 1
-                continue
-            count = min(room // size, len(items)) if size else len(items)
-            members += items[-count:]
-            room -= count * size
-            if count == len(items):
-                del sizes[index], items_of_size[index]
-            else:
-                del items[-count:]
-            index -= 1
+            members.append(items.pop(index))
+            room -= sizes.pop(index)
+            index = bisect_right(sizes, room) - 1
         bins.append(members)
     return bins
 

@@ -1,25 +1,68 @@
-"""Prompts with responses that people or judges have compared -> PreferenceBatch.
+"""Prompts with compared responses or labelled steps (feedback.py) -> batches, and earlier rankings.
 
-    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}      one pair; the margin is optional
-    {"prompt": ..., "responses": [...]}                                 a ranking, best first
-    {"prompt": ..., "responses": [...], "ranks": [2, 1, 1]}             1 is best; equal ranks give no pair
-    {"prompt": ..., "responses": [...], "scores": [0.1, 0.9, 0.9]}      the highest is best
+As a policy moves, its reward model learns from rankings of fresh samples, and from a share of earlier ones:
 
-A response is text or a list of chat messages that ends with the assistant's; it may repeat the prompt's messages.
+scored groups --rankings--> fresh --Replay.mixed--> fresh + ceil(share x all) of the history --ranking_batch--> batch
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from megarl.data.collate import token_batch
+from megarl.data.collate import answer_row, token_batch
+from megarl.data.feedback import labelled_steps, ranked_responses
 from megarl.data.tokenizer import Tokenizer
-from megarl.types import PreferenceBatch, Prompt
+from megarl.types import Group, PreferenceBatch, Prompt, StepBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking:
+    """Responses to one prompt: (tokens [L] int64, trainable [L] bool) and the label of each; the highest is best."""
+
+    rows: tuple[tuple[Tensor, Tensor], ...]
+    labels: tuple[float, ...]
+    margin: float = 0.0  # of each pair
+
+
+def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
+    """Returns a row for each response, and every pair of unequal labels."""
+    pairs, group, margins = [], [], []
+    for number, ranking in enumerate(rankings):
+        labels, first = ranking.labels, len(group)
+        pairs += [(first + i, first + j) for i, j in permutations(range(len(labels)), 2) if labels[i] > labels[j]]
+        margins += [ranking.margin] * (len(pairs) - len(margins))
+        group += [number] * len(labels)
+    return PreferenceBatch.of(
+        token_batch([row for ranking in rankings for row in ranking.rows], temperature=1.0),
+        group=torch.tensor(group, dtype=torch.int64),
+        pairs=torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
+        margins=torch.tensor(margins, dtype=torch.float32),
+    )
+
+
+def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all") -> list[Ranking]:
+    """Ranks the samples of each group by reward, or only the first of the best and of the worst ones.
+
+    Groups whose rewards are all equal have no ranking.
+    """
+    result = []
+    for group in groups:
+        labels = [float(sample.reward or 0.0) for sample in group.samples]
+        if len(set(labels)) > 1:
+            ends = (labels.index(max(labels)), labels.index(min(labels)))
+            chosen = range(len(labels)) if pairs == "all" else ends
+            rows = tuple((group.samples[i].tokens, group.samples[i].trainable) for i in chosen)
+            result.append(Ranking(rows, tuple(labels[i] for i in chosen)))
+    return result
 
 
 def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> PreferenceBatch:
@@ -27,69 +70,62 @@ def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Prefere
 
     Prompts whose responses are all tied have no rows. Raises ValueError with the problem's number and the remedy.
     """
-    rows, group, pairs, margins = [], [], [], []
+    rankings = []
     for prompt in prompts:
-        responses, ranks, margin = ranked_responses(prompt)
-        better = [pair for pair in permutations(range(len(ranks)), 2) if ranks[pair[0]] < ranks[pair[1]]]
-        if better:
-            pairs += [(len(rows) + one, len(rows) + other) for one, other in better]
-            margins += [margin] * len(better)
-            group += [group[-1] + 1 if group else 0] * len(responses)
-        for response in responses if better else ():
-            tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(response)])
-            rows.append((tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)))
-    return PreferenceBatch.of(
-        token_batch(rows, temperature=1.0),
-        group=torch.tensor(group, dtype=torch.int64),
-        pairs=torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
-        margins=torch.tensor(margins, dtype=torch.float32),
-    )
+        where = f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
+        responses, ranks, margin = ranked_responses(prompt.extra, prompt.text, where)
+        if len(set(ranks)) > 1:
+            rows = tuple(answer_row(tokenizer, prompt, response) for response in responses)
+            rankings.append(Ranking(rows, tuple(-rank for rank in ranks), margin))
+    return ranking_batch(rankings)
 
 
-def ranked_responses(prompt: Prompt) -> tuple[list[str], list[float], float]:
-    """Returns the responses of a prompt, their ranks (the lowest is best) and the margin of its pairs."""
-    extra, where = prompt.extra, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
-    keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
-    if keys == ["chosen", "rejected"]:
-        margin = 0.0 if extra.get("margin") is None else _numbers([extra["margin"]], 1, f"{where}: margin")[0]
-        return [_response(extra[key], prompt, f"{where}: {key}") for key in keys], [0.0, 1.0], margin
-    if keys != ["responses"]:
-        raise ValueError(
-            f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from `chosen` and "
-            "`rejected`, or from `responses`; write one or the other in every row of the task"
-        )
-    values = extra["responses"]
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
-        raise ValueError(f"{where}: responses must be a list of two or more, best first, not {str(values)[:60]!r}")
-    orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
-    if len(orders) > 1:
-        raise ValueError(f"{where} has ranks and scores, which may contradict each other; keep one")
-    numbers = _numbers(extra[orders[0]], len(values), f"{where}: {orders[0]}") if orders else range(len(values))
-    sign = -1.0 if orders == ["scores"] else 1.0
-    return [_response(value, prompt, f"{where}: responses") for value in values], [sign * n for n in numbers], 0.0
+def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: str) -> StepBatch:
+    """Returns one row per prompt, each step followed by `separator`, which belongs to it.
+
+    Raises ValueError with the problem's number and the remedy.
+    """
+    rows, ends, right = [], [], []
+    for prompt in prompts:
+        tokens = list(prompt.tokens)
+        for text, label in labelled_steps(prompt.extra, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"):
+            tokens += [token for token, _ in tokenizer.split(text + separator)]
+            ends.append(sum(len(row) for row, _ in rows) + len(tokens) - 1)
+            right.append(label)
+        rows.append((torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)))
+    flat, end_K = token_batch(rows, temperature=1.0), torch.tensor(ends, dtype=torch.int64)
+    is_right_T = flat.mask.index_put((end_K,), torch.tensor(right, dtype=torch.bool))
+    values: dict[str, Any] = asdict(flat) | {"mask": flat.mask.index_fill(0, end_K, True), "is_right": is_right_T}
+    return StepBatch(**values)
 
 
-def _numbers(values: Any, count: int, where: str) -> list[float]:
-    is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-    if not is_list or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        raise ValueError(f"{where} must be {count} finite numbers, one for each response, not {str(values)[:60]}")
-    return [float(value) for value in values]
+@dataclass
+class Replay:
+    """The rankings of earlier iterations; `state` and `restore` are for checkpoints."""
 
+    share: float  # of the rankings in a batch
+    capacity: int
+    seed: int
+    history: list[Ranking] = field(default_factory=list)
 
-def _response(value: Any, prompt: Prompt, where: str) -> str:
-    """The text of a response. Messages before the assistant's last one must be the prompt's."""
-    if isinstance(value, str):
-        return value
-    is_list = isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
-    last = value[-1] if is_list and value else {}
-    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        shown = str(value)[:60]
-        raise ValueError(f"{where} must be text, or messages that end with the assistant's, not {shown!r}; correct it")
-    texts = [str(message.get("content")) for message in value[:-1]]
-    both = "\n".join(f"{message.get('role')}: {text}" for message, text in zip(value, texts, strict=False))
-    if texts and prompt.text not in (both, texts[-1]):
-        raise ValueError(
-            f"{where} begins with {len(texts)} messages that are not the prompt's; a response is one message, alone or "
-            "after the prompt's"
-        )
-    return last["content"]
+    def mixed(self, fresh: Sequence[Ranking], key: str) -> list[Ranking]:
+        """Returns n rankings: those of `fresh`, and ceil(share x n) of the history, fewer if it has fewer.
+
+        They are drawn without replacement, the same for the same `key`.
+        """
+        share = Fraction(str(self.share))  # 0.1 x 70 in floats is more than 7
+        count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.history))
+        return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.history, count)]
+
+    def add(self, fresh: Sequence[Ranking]) -> None:
+        self.history = [*self.history, *fresh][-self.capacity :]
+
+    def state(self) -> dict[str, Any]:
+        rows = [[(x.tolist(), mask.tolist()) for x, mask in ranking.rows] for ranking in self.history]
+        return {"rows": rows, "labels": [list(ranking.labels) for ranking in self.history]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.history = [
+            Ranking(tuple((torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in rows), tuple(labels))
+            for rows, labels in zip(state["rows"], state["labels"], strict=True)
+        ]

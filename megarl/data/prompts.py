@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from megarl.data.conversations import Example
-from megarl.data.tasks import Problem, Question, Source
+from megarl.data.tasks import Problem, Source
 from megarl.data.tokenizer import Encode
 from megarl.types import Prompt
 
@@ -70,8 +70,7 @@ class PromptStream:
             problem = source.problem(self._index(part, number))
             tokens, learned = self.example(problem) or (self.encode(problem.question), ())
             if 0 < len(tokens) <= self.max_tokens:
-                text = _text(problem.question)
-                taken.append(Prompt(self.position - 1, tokens, text, problem.answer, problem.extra, learned))
+                taken.append(Prompt(self.position - 1, tokens, problem.text, problem.answer, problem.extra, learned))
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
@@ -111,7 +110,3 @@ class PromptStream:
             random.Random(f"{self.seed}/{part}/{epoch}").shuffle(order)
             self._orders[part] = (epoch, order)
         return self._orders[part][1][index]
-
-
-def _text(question: Question) -> str:
-    return question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)

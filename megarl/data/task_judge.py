@@ -11,6 +11,7 @@ with exact numbers: puzzle24 accepts other numbers than it gave, and truncates 2
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import warnings
 from collections import Counter
@@ -25,6 +26,7 @@ TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the 
 NONSENSE = "?"
 TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
 FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs"
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 POOL = JudgePool.of("megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym")
 
 
@@ -45,17 +47,15 @@ class TaskJudge:
 
 def judge_answers(judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_s: float) -> list[Verdict]:
     """One verdict per answer, each with its own judge. `timeout_s` is in CPU seconds of one answer."""
-    verdicts: list[Verdict | None] = [None] * len(texts)
-    tasks: list[TaskJudge] = []  # one per kind of problem
-    for judge in judges:
-        if not any((judge.name, judge.options) == (task.name, task.options) for task in tasks):
-            tasks.append(judge)
-    for task in tasks:
-        rows = [row for row, judge in enumerate(judges) if (judge.name, judge.options) == (task.name, task.options)]
+    rows_of_task: dict[str, list[int]] = {}
+    for row, judge in enumerate(judges):
+        rows_of_task.setdefault(f"{judge.name} {judge.options}", []).append(row)
+    verdicts: dict[int, Verdict] = {}
+    for rows in rows_of_task.values():
+        task = (judges[rows[0]].name, judges[rows[0]].options)
         items = [(texts[row], judges[row].entry) for row in rows]
-        for row, verdict in zip(rows, POOL.judge((task.name, task.options), items, timeout_s=timeout_s), strict=True):
-            verdicts[row] = verdict
-    return [verdict for verdict in verdicts if verdict is not None]
+        verdicts |= zip(rows, POOL.judge(task, items, timeout_s=timeout_s), strict=True)
+    return [verdicts[row] for row in range(len(texts))]
 
 
 # --- the judge's process ------------------------------------------------------------------------------------------
@@ -135,14 +135,8 @@ def _value(tree: ast.AST) -> Fraction:
             return Fraction(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _value(left) - _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _value(left) / _value(right)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_value(left), _value(right))
     raise ValueError(f"{type(tree).__name__} is not arithmetic")
 
 

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
+from megarl.config.section import did_you_mean
 from megarl.data.hf_dataset import Row, load_rows, parse_options
 from megarl.data.task_judge import TaskJudge, import_reasoning_gym
 from megarl.data.user_code import import_function, is_dotted
@@ -40,6 +40,12 @@ class Problem:
     question: Question
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="a generated problem", compare=False)  # file and line, for errors
+
+    @property
+    def text(self) -> str:
+        question = self.question
+        return question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,14 @@ class Source:
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
-    scan: Callable[[], Iterable[Question]] | None = None  # all questions in order, faster than problem by problem
+    # all problems in order, faster than one by one; if the argument is False, only their questions
+    scan: Callable[[bool], Iterable[Problem]] | None = None
     weight: float = 1.0  # in a mixture
     held_out: int = 0  # training problems that were removed because they are evaluated on
 
-    def questions(self) -> Iterable[Question]:
-        """All questions of a finite source."""
-        return self.scan() if self.scan else (self.problem(index).question for index in range(self.size or 0))
+    def problems(self, whole: bool = True) -> Iterable[Problem]:
+        """All problems of a finite source, or only their questions."""
+        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 0))
 
     def select(self, keep: Sequence[bool]) -> Source:
         """The problems whose entry in `keep`, one per problem, is True."""
@@ -63,7 +70,7 @@ class Source:
             self,
             problem=lambda index: self.problem(indices[index]),
             size=len(indices),
-            scan=lambda: compress(self.questions(), keep),
+            scan=lambda whole: compress(self.problems(whole), keep),
         )
 
 
@@ -109,12 +116,9 @@ def eval_task(task: Task, part: EvalSet) -> Task:
 def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> Source:
     """Loads one task without its mixture; see `load_sources`."""
     kind, _, rest = task.name.partition(":")
-    if kind == "reasoning_gym":
-        source = _reasoning_gym(rest, task, split)
-    elif kind == "jsonl":
-        source = _jsonl(rest, task, split)
-    elif kind == "hf":
-        source = _dataset(rest, task, split)
+    loaders = {"reasoning_gym": _reasoning_gym, "jsonl": _jsonl, "hf": _dataset}
+    if kind in loaders:
+        source = loaders[kind](rest, task, split)
     elif is_dotted(task.name):
         source = _user_function(task, split)
     else:
@@ -132,10 +136,12 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
     return replace(source, size=task.size if source.size is None else min(task.size, source.size), scan=None)
 
 
-def check_tasks(task: Task, evaluated: Eval, *, held_out: bool = False) -> Iterator[str]:
+def check_tasks(
+    task: Task, evaluated: Eval, *, held_out: bool = False, check: Callable[[Source], object] | None = None
+) -> Iterator[str]:
     """Loads everything once, so that errors surface before anything starts; raises like `load_task`.
 
-    Yields what the user should know. `held_out`: whether the command evaluates.
+    Yields what the user should know. `held_out`: whether the command evaluates; `check`: of the task's sources.
     """
     eval_tasks, notes = [eval_task(task, part) for part in evaluated.sets], []
     # first, because training problems are compared with these
@@ -145,21 +151,21 @@ def check_tasks(task: Task, evaluated: Eval, *, held_out: bool = False) -> Itera
             notes += _check_eval(other, f"{where} has size", part.size)
     names = [part.name for part in task.mixture] or [task.name]
     for name, source in zip(names, load_sources(task, eval_tasks=eval_tasks), strict=True):
-        source.problem(0)
+        check(source) if check else source.problem(0)
         if source.held_out:
             total = source.held_out + (source.size or 0)
             yield f"{name}: {source.held_out} of {total} problems are held out for evaluation, and never trained on"
     if held_out and evaluated.size:
-        yield from _check_eval(task, "eval.size", evaluated.size)
+        yield from _check_eval(task, "eval.size", evaluated.size, check)
     yield from notes
 
 
-def _check_eval(task: Task, key: str, size: int) -> Iterator[str]:
+def _check_eval(task: Task, key: str, size: int, check: Callable[[Source], object] | None = None) -> Iterator[str]:
     sources = load_sources(task, "eval")
     for source in sources:
-        source.problem(0)
+        check(source) if check else source.problem(0)
         if source.scan:
-            deque(source.questions(), maxlen=0)  # raises at a row that is not text
+            deque(source.problems(whole=False), maxlen=0)  # raises at a row that is not text
     sizes = [source.size for source in sources if source.size is not None]
     if len(sizes) == len(sources) and sum(sizes) < size:
         yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
@@ -168,18 +174,19 @@ def _check_eval(task: Task, key: str, size: int) -> Iterator[str]:
 def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
     """Removes the questions of second files and splits, whatever their white space and roles."""
     held_out = {
-        _text_of(question)
+        _words_of(problem)
         for task in tasks
         if task.options.keys() & {"eval_file", "eval_split"}
-        for question in load_task(task, "eval").questions()
+        for problem in load_task(task, "eval").problems(whole=False)
     }
     if not held_out:
         return source
-    keep = [_text_of(question) not in held_out for question in source.questions()]
+    keep = [_words_of(problem) not in held_out for problem in source.problems(whole=False)]
     return replace(source.select(keep), held_out=source.held_out + keep.count(False))
 
 
-def _text_of(question: Question) -> str:
+def _words_of(problem: Problem) -> str:
+    question = problem.question
     texts = [question] if isinstance(question, str) else [message["content"] for message in question]
     return " ".join(" ".join(texts).split())
 
@@ -192,9 +199,8 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     except ImportError as error:
         raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
     if name not in DATASETS:
-        near = get_close_matches(name, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {len(DATASETS)} others, such as chain_sum"
-        raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {hint}")
+        remedy = did_you_mean(name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3)
+        raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {remedy}")
     try:
         options = {"seed": 0} | task.options
         dataset = reasoning_gym.create_dataset(name, **options)
@@ -206,7 +212,8 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     def problem(index: int) -> Problem:
         for attempt in range(ATTEMPTS):
             entry = dataset[hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
-            if _split_of(entry["question"]) == split:
+            is_eval = hash31(f"held out? {entry['question']}") % HELD_OUT == 0
+            if is_eval == (split == "eval"):
                 return Problem(entry["question"], _text(entry["answer"]), {"score": TaskJudge(name, options, entry)})
         raise ValueError(
             f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
@@ -230,10 +237,6 @@ def hash31(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
 
-def _split_of(question: str) -> Split:
-    return "eval" if hash31(f"held out? {question}") % HELD_OUT == 0 else "train"
-
-
 def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
     options = parse_options(name, task.options)
@@ -243,14 +246,14 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     def problem(index: int, row: Row) -> Problem:
         return _make_problem(*row, where=f"{task.name} split {stored} row {index}")
 
-    def scan() -> Iterator[Question]:
-        return (problem(index, (question, None, {})).question for index, question in enumerate(rows.questions()))
+    def scan(whole: bool) -> Iterator[Problem]:
+        return (problem(index, row) for index, row in enumerate(rows.scan(whole)))
 
     source = Source(lambda index: problem(index, rows[index]), len(rows), scan)
     if options.eval_split is not None:
         return source
     limit = options.held_out * 2**31
-    is_eval = [hash31(f"held out? {_text_of(question)}") < limit for question in source.questions()]
+    is_eval = [hash31(f"held out? {_words_of(problem)}") < limit for problem in source.problems(whole=False)]
     if split == "train":
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
     if not any(is_eval):
@@ -333,12 +336,12 @@ def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where
     answer = _text(answer)
     if isinstance(question, list) and question and all(map(is_message, question)):
         _check_unicode([*(text for message in question for text in message.values()), answer], where)
-        return Problem(tuple(question), answer, extra)
+        return Problem(tuple(question), answer, extra, where)
     if not isinstance(question, str) or not question.strip():
         messages = 'messages must be a list of {"role": ..., "content": ...}'
         raise ValueError(f"{where}: the prompt must be text, or {messages}, not {_short(question)}")
     _check_unicode([question, answer], where)
-    return Problem(question, answer, extra)
+    return Problem(question, answer, extra, where)
 
 
 def _check_unicode(texts: Iterable[Any], where: str) -> None:

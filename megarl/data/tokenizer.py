@@ -15,9 +15,9 @@ from jinja2 import meta
 
 from megarl.config.schema import Task
 from megarl.data.tasks import Question
+from megarl.models.config_json import read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import is_installed
-from megarl.platform.json_text import parse_json
 
 Template = Literal["chat", "plain"]
 MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
@@ -33,7 +33,7 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
     """Raises ValueError for a tokenizer that needs code of the model or a missing package. Imports nothing heavy."""
     if (folder / "tokenizer.json").is_file():
         return
-    auto_map = _read(folder / "tokenizer_config.json").get("auto_map")
+    auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map  # formerly a list
     if code and not trust_remote_code:
         name = next(filter(None, code), code) if isinstance(code, list) else code
@@ -53,11 +53,11 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
-    eos = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    config, generation = read_config(folder / "config.json"), read_config(folder / "generation_config.json")
+    eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
     files = [name for name in FILES if (folder / name).is_file()]
     if not files:
-        return TokenIds(tuple(sorted(eos)), int(config["vocab_size"]))
+        return TokenIds(tuple(sorted(eos)), config.size("vocab_size"))
     import transformers
 
     try:
@@ -69,7 +69,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
         needs_code = not trust_remote_code and "trust_remote_code" in str(error)
         remedy = "set model.trust_remote_code=true" if needs_code else "install what it needs, or repair its files"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
-    return HfTokenizer(inner, tuple(sorted(eos | _ids(inner.eos_token_id))))
+    own: Any = inner.eos_token_id
+    return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
@@ -81,7 +82,7 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     if chat and (task.template == "plain" or not tokenizer.chat_template):
         reason = "task.template is plain" if task.template == "plain" else "the model's tokenizer has none"
         raise ValueError(f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a chat model")
-    known = tokenizer.template_variables() if task.template_args else ()
+    known = tokenizer.template_variables() if task.template_args and isinstance(tokenizer, HfTokenizer) else ()
     if unknown := next((name for name in task.template_args if name not in known), None):
         raise ValueError(
             f"task.template_args has {unknown}, which the model's chat template never reads "
@@ -122,24 +123,6 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
     first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
     pad = next(token for token in (*first, *reversed(range(len(inner)))) if token is not None and token not in end)
     return pad, inner.convert_ids_to_tokens(pad)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = parse_json(file.read_bytes()) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} contains a {type(values).__name__}, not an object; copy it again")
-    return values
-
-
-def _ids(value: Any) -> set[int]:
-    """The ids of an `eos_token_id`: a number, a list of numbers, or None."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int for token in ids):
-        raise ValueError(f"eos_token_id={value!r} is invalid; it must be a token id, or a list of token ids")
-    return set(ids)
 
 
 @contextmanager
@@ -252,9 +235,6 @@ class TokenIds:
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         return (*self._parse(text), *self.eos[:1])
-
-    def template_variables(self) -> list[str]:
-        return []
 
     def split(self, text: str) -> list[tuple[int, str]]:
         return [(token, str(token)) for token in self._parse(text)]

@@ -73,8 +73,7 @@ def check_layouts(
         trainer = build(Layout.of(parse_layout(text), world, rank))
         numbers = [str(number) for number in range(trainer.shape.layers)]
         with record_outputs(trainer, batch, transformer_layers(trainer), numbers) as layers:
-            logprobs_T = trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
+            logprobs_T = trainer.logprobs(batch)
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
         results.append(LayoutResult(text, update.loss, update.grad_norm, layers, logprobs_T))

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.parity import Excess, Quantiles, rounding_floor
-from megarl.debug.sublayers import fixed_projections, record_outputs, trainer_sublayers
-from megarl.trainer.rounding import rounding_errors
+from megarl.debug.sublayers import fixed_projections, record_outputs, rounding_errors, trainer_sublayers
+from megarl.rollout.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
 from megarl.weights.transports import Transport
@@ -30,22 +30,12 @@ TITLES = {"input_norm": "input norm", "attention": "attention", "mlp_norm": "nor
 X = TypeVar("X")
 
 
-class SeenEngine(Protocol):
-    """rollout.engine.Engine."""
-
-    def score(self, rows: Sequence[Tensor]) -> list[Tensor]: ...
-    def best(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]: ...
-    def states(
-        self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
-    ) -> dict[str, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class CauseSearch:
     """The methods are collectives of all ranks and return the same on each."""
 
     trainer: Trainer
-    engine: SeenEngine | None  # of this rank
+    engine: Engine  # of this rank
     transport: Transport
     eps: float  # relative rounding error of a sublayer
 
@@ -57,10 +47,11 @@ class CauseSearch:
             floor: what rounding explains on these tokens.
         """
         batch_1 = replace(batch, temperature=1.0)
-        logprobs_T = self._run(batch_1).logprobs_T
-        scored = [None if x is None else Excess(_diff(batch_1, logprobs_T - x), floor) for x in self._scores(batch_1)]
-        rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic if scored[rank] else -1.0)  # type: ignore[union-attr]
-        if not scored[rank].is_explained:  # type: ignore[union-attr]
+        logprobs_T, _ = self._run(batch_1)
+        scores = self.transport.gather(_padded(self.engine.score(_rows(batch_1))))  # [T] of each rank's engine
+        scored = [Excess(_diff(batch_1, logprobs_T - scores_T), floor) for scores_T in scores]
+        rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic)
+        if not scored[rank].is_explained:
             return self._of_model(batch_1, floor, rank)
         if rollout_logprobs_T is None:
             return None
@@ -76,14 +67,11 @@ class CauseSearch:
 
         def diff_at(log2: float) -> Quantiles:
             at = replace(batch, temperature=batch.temperature * 2**log2)
-            return _diff(batch, self._run(at).logprobs_T - rollout_logprobs_T)
+            return _diff(batch, self._run(at)[0] - rollout_logprobs_T)
 
-        def off_by(log2: float) -> float:
-            return diff_at(log2).median
-
-        best, width, unfitted = 0.0, 1.0, off_by(0.0)
+        best, width, unfitted = 0.0, 1.0, diff_at(0.0).median
         for _ in range(4):
-            tried = {x: off_by(x) for x in torch.linspace(best - width, best + width, 7).tolist()}
+            tried = {x: diff_at(x).median for x in torch.linspace(best - width, best + width, 7).tolist()}
             best, width = min(tried, key=lambda x: tried[x]), width / 3
         left = diff_at(best)
         is_fitted = left.median < 0.2 * unfitted or (left.median < 0.5 * unfitted and Excess(left, floor).is_explained)
@@ -97,27 +85,27 @@ class CauseSearch:
         names = [name for name in seen if name in has]
         if not names:
             return None
-        exact = states = self._run(batch, names)
-        noisy = [self._run(batch, names, draw=draw).outputs_NT8 for draw in range(DRAWS)]
-        noise_DNT = torch.stack([(each - exact.outputs_NT8).norm(dim=2) for each in noisy])
+        logprobs_T, outputs_NT8 = self._run(batch, names)
+        noisy = [self._run(batch, names, draw=draw)[1] for draw in range(DRAWS)]
+        noise_DNT = torch.stack([(each - outputs_NT8).norm(dim=2) for each in noisy])
         floors = [
             rounding_floor(exact_T8.norm(dim=1), noise_DT, eps=self.eps)
-            for exact_T8, noise_DT in zip(exact.outputs_NT8, noise_DNT.unbind(1), strict=True)
+            for exact_T8, noise_DT in zip(outputs_NT8, noise_DNT.unbind(1), strict=True)
         ]
         replaced: dict[str, Tensor] = {}
         first = 0
         while len(replaced) < MAX_REPLACED:
-            diffs = [Quantiles.of((states.outputs_NT8[n] - seen[name]).norm(dim=1)) for n, name in enumerate(names)]
+            diffs = [Quantiles.of((outputs_NT8[n] - seen[name]).norm(dim=1)) for n, name in enumerate(names)]
             off = [n for n in range(first, len(names)) if not Excess(diffs[n], floors[n]).is_explained]
             if not off:
                 break
             name, first = names[off[0]], off[0] + 1
             replaced |= self._of_engine(rank, lambda engine, name=name: engine.states(rows, None, [name]))
-            states = self._run(batch, names, replaced=replaced)
+            logprobs_T, outputs_NT8 = self._run(batch, names, replaced=replaced)
         parts = _titles(list(replaced))
         if len(replaced) == MAX_REPLACED:
             return f"{parts} and more: the engine's weights are not the trainer's"
-        head = self._of_head(batch, floor, rank, replaced, states.logprobs_T)
+        head = self._of_head(batch, floor, rank, replaced, logprobs_T)
         return ", ".join(filter(None, [parts, head])) or None
 
     def _of_head(
@@ -130,7 +118,7 @@ class CauseSearch:
             return ""
         best = self._of_engine(rank, lambda engine: engine.best(rows))
         best_T, best_scores_T = _padded([tokens for tokens, _ in best]), _padded([scores for _, scores in best])
-        best_logprobs_T = self._run(replace(batch, labels=best_T), replaced=replaced).logprobs_T
+        best_logprobs_T, _ = self._run(replace(batch, labels=best_T), replaced=replaced)
         is_other_T = batch.mask & (batch.labels != best_T)
         trainer_K = (logprobs_T - best_logprobs_T)[is_other_T].double()
         engine_K = (scores_T - best_scores_T)[is_other_T].double()
@@ -149,8 +137,8 @@ class CauseSearch:
         *,
         draw: int | None = None,
         replaced: Mapping[str, Tensor] | None = None,
-    ) -> _Run:
-        """One forward pass; with `draw`, planted rounding errors."""
+    ) -> tuple[Tensor, Tensor]:
+        """One forward pass; with `draw`, planted rounding errors. Returns log-probs [T] and outputs [names, T, 8]."""
         names = names or list(replaced or {})
         layout = self.trainer.layout
         noise = (
@@ -160,24 +148,13 @@ class CauseSearch:
         )
         modules = trainer_sublayers(self.trainer)
         with noise, record_outputs(self.trainer, batch, modules, names, replaced) as outputs_NT8:
-            logprobs_T = self.trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
-        return _Run(logprobs_T, outputs_NT8)
+            logprobs_T = self.trainer.logprobs(batch)
+        return logprobs_T, outputs_NT8
 
-    def _scores(self, batch: TokenBatch) -> list[Tensor | None]:
-        """[T] of each rank that has an engine."""
-        return self.transport.gather(_padded(self.engine.score(_rows(batch))) if self.engine else None)
-
-    def _of_engine(self, rank: int, compute: Callable[[SeenEngine], X]) -> X:
+    def _of_engine(self, rank: int, compute: Callable[[Engine], X]) -> X:
         """All engines compute, because those of one replica must; returns what `rank` found."""
-        found = compute(self.engine) if self.engine else None
+        found = compute(self.engine)
         return self.transport.gather(found if self.transport.rank == rank else None)[rank]
-
-
-@dataclass(frozen=True)
-class _Run:
-    logprobs_T: Tensor
-    outputs_NT8: Tensor
 
 
 def _rows(batch: TokenBatch) -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""Records the outputs of modules of the trainer, independent of the layout, and replaces them.
+"""Records the outputs of modules of the trainer, independent of the layout, replaces them, and plants rounding errors.
 
 module of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, P] --scatter by batch position--> [modules, T, P]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megarl.trainer.microbatch import Microbatch
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
 
@@ -76,7 +75,7 @@ def record_outputs(
     outputs_NT8 = torch.zeros(len(names), batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
     microbatches, tensor = trainer.microbatches(batch), trainer.layout.tp
 
-    def attach(name: str, row: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    def hook_of(name: str, row: int) -> Callable[..., Any]:
         remaining, replacement_TH = iter(microbatches), (replaced or {}).get(name)
 
         def hook(_module: nn.Module, _inputs: object, output: Any) -> Any:
@@ -86,7 +85,9 @@ def record_outputs(
             full_QH = (x + bias).detach().flatten(0, 1)
             if is_split:
                 full_QH = gather_from_sequence_parallel_region(full_QH, tensor_parallel_output_grad=False)
-            is_real_Q, index = _positions(next(remaining))
+            microbatch = next(remaining)
+            is_real_Q = microbatch.source >= 0
+            index = microbatch.rows.index[microbatch.source[is_real_Q]]  # where it lies in the batch
             if replacement_TH is not None:
                 full_QH[is_real_Q] = replacement_TH[index].to(full_QH)
                 x = (full_QH.chunk(tensor.size)[tensor.rank] if is_split else full_QH).view_as(x) - bias
@@ -94,20 +95,40 @@ def record_outputs(
                 outputs_NT8[row, index] = full_QH[is_real_Q].cpu().double() @ projection_H8
             return (x, *rest) if isinstance(output, tuple) else x
 
-        return module.register_forward_hook(hook)
+        return hook
 
-    hooks = [attach(name, row, modules[name]) for row, name in enumerate(names) if name in modules]
-    try:
+    with ExitStack() as hooks:
+        for row, name in enumerate(names):
+            if name in modules:
+                hooks.enter_context(modules[name].register_forward_hook(hook_of(name, row)))
         yield outputs_NT8
-    finally:
-        for hook in hooks:
-            hook.remove()
     total = outputs_NT8.to(trainer.device)
     dist.all_reduce(total)
     outputs_NT8.copy_(total)
 
 
-def _positions(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Returns which positions [Q] are not padding, and where they lie in the batch."""
-    is_real_Q = microbatch.source >= 0
-    return is_real_Q, microbatch.rows.index[microbatch.source[is_real_Q]]
+@contextmanager
+def rounding_errors(chunks: Sequence[nn.Module], eps: float, *, seed: int) -> Iterator[None]:
+    """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in [-eps, eps].
+
+    Repeating a forward pass measures nothing: on a CPU it is bit-equal.
+    """
+    random: dict[torch.device, torch.Generator] = {}
+
+    def plant(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        x, *rest = output if isinstance(output, tuple) else (output,)
+        generator = random.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
+        u = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(-eps, eps, generator=generator)
+        planted: Tensor = (x.float() * (1 + u)).to(x.dtype)
+        return (planted, *rest) if isinstance(output, tuple) else planted
+
+    places: list[Any] = []
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
+        if isinstance(module, TransformerLayer):
+            places += [module.self_attention, module.mlp]
+        elif name.endswith("final_layernorm"):
+            places.append(module)
+    with ExitStack() as hooks:
+        for place in places:
+            hooks.enter_context(place.register_forward_hook(plant))
+        yield

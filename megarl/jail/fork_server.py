@@ -34,10 +34,8 @@ START_S = 60.0  # for the server to preload its modules, and to fork on a busy m
 MAX_DESCRIPTORS = 16
 NUMBER = struct.Struct("=q")
 PR_SET_PDEATHSIG = 1
-ENVIRONMENT = {
-    **{"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
-    **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # a process with threads cannot be forked safely
-}
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads would make a fork unsafe
 
 
 class ForkServerError(Exception):
@@ -64,12 +62,6 @@ class Child:
                 raise ForkServerError(f"the fork server ended while process {self.pid} ran")
             self.returncode = status
         return self.returncode
-
-    def poll(self) -> int | None:
-        """Returns the exit status, or None while the child runs."""
-        with suppress(TimeoutError, BlockingIOError):
-            return self.wait(0)
-        return None
 
     def kill(self) -> int:
         """Kills the child with its whole session, and returns its exit status."""
@@ -146,7 +138,10 @@ class ForkServer:
                     start_new_session=True,
                 )
             self.requests.send(pickle.dumps((list(self.path), list(self.modules))))
-            if (reply := _receive(self.requests)) != b"ready":
+            reply = b""
+            with suppress(TimeoutError, ConnectionResetError):
+                reply = self.requests.recv(1 << 16)
+            if reply != b"ready":
                 self._stop()
                 raise ForkServerError(f"the fork server does not start: {reply.decode() or 'it ended, or is too slow'}")
         return self.requests
@@ -159,12 +154,6 @@ class ForkServer:
         if process is not None:
             process.kill()
             process.wait()
-
-
-def _receive(connection: socket.socket) -> bytes:
-    with suppress(TimeoutError, ConnectionResetError):
-        return connection.recv(1 << 16)
-    return b""
 
 
 def _receive_number(connection: socket.socket) -> int | None:

@@ -31,11 +31,6 @@ MAX_THREADS = 64
 REAL_USERS = 0x70000000  # plus the process id: a real user id that no other process has
 
 
-def drop_capabilities() -> None:
-    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    check(LIBC.capset(header, nothing))
-
-
 def set_rlimits(spec: dict[str, Any], max_threads: int | None) -> None:
     limits = {"AS": spec["memory_bytes"], "CPU": spec["cpu_s"], "FSIZE": spec["disk_bytes"], "NOFILE": 64}
     limits |= {"CORE": 0, "MEMLOCK": 0}
@@ -85,7 +80,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
     os.chdir(spec["folder"] if os.path.isdir(spec["folder"]) else "/")
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
-    attempt("capabilities", drop_capabilities)
+    attempt("capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))))  # to none
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec, MAX_THREADS if is_counted else None)
     attempt("kill with the parent (pdeathsig)", die_with, parent)

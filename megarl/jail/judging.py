@@ -26,7 +26,7 @@ from typing import Any
 
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError, load
 from megarl.jail.jailed import drop_rights
-from megarl.jail.sandbox import SYSTEM
+from megarl.jail.sandbox import BY_SIGNAL, SYSTEM
 
 BATCHES = (16, 128)  # fewest and most texts judged by one child
 MAX_CHILDREN = 4
@@ -34,10 +34,7 @@ START_S = 60.0  # for a child to make its judge
 BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of CPU seconds
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 1 << 20
 READY = "ready"
-BY_SIGNAL: dict[int, str] = {
-    **{signal.SIGPROF: "timeout", signal.SIGXCPU: "timeout"},
-    **{signal.SIGKILL: "memory", signal.SIGSYS: "forbidden"},
-}
+KINDS = BY_SIGNAL | {int(signal.SIGPROF): "timeout"}
 
 
 Item = tuple[Any, ...]
@@ -117,7 +114,7 @@ class _Run:
             raise ForkServerError(f"the judge {self.spec[0]} did not start: {detail}")
         verdicts = [_parse(line) for line in self.lines[1 : len(self.spec[2]) + 1]]
         if len(verdicts) < len(self.spec[2]):
-            cause = "timeout" if self.is_late else BY_SIGNAL.get(-status, "crashed")
+            cause = "timeout" if self.is_late else KINDS.get(-status, "crashed")
             limit = f" of {self.spec[3]:g} CPU seconds" if cause == "timeout" else ""
             verdicts.append(Verdict(0.0, cause, f"its judge ended with status {status}{limit}"))
         return verdicts

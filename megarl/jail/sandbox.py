@@ -36,11 +36,8 @@ SERVER = ForkServer(modules=("megarl.jail.jailed", *COMMON), path=(str(Path(__fi
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-BY_SIGNAL: dict[int, str] = {
-    signal.SIGSYS: "forbidden",
-    signal.SIGXCPU: "timeout",
-    signal.SIGKILL: "memory",
-}  # OOM killer
+# SIGKILL: the kernel's OOM killer
+BY_SIGNAL: dict[int, str] = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
 READ_BYTES = 1 << 16
 MALFORMED: dict[str, Any] = {}

@@ -63,23 +63,14 @@ def run_stdio(source: str) -> str:
     return "" if kind == "exited" else kind
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
-    "getattr": getattr,
-    "setattr": setattr,
-    "len": len,
-    "iter": iter,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "str": str,
-    "repr": repr,
-}
+FUNCTIONS = (operator.call, getattr, setattr, len, iter, operator.getitem, operator.setitem, str, repr)
+OPERATIONS: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
 
 
 def execute(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
     """Applies an operation to a name or object of the solution.
 
-    {do, target, arguments, keywords, with_objects, in_place} -> {value, arguments?} or {raised, text, kind}
+    {do, target, arguments, keywords?, with_objects?, in_place?} -> {value, arguments?} or {raised, text, kind}
     """
 
     def refer(value: Any) -> int:

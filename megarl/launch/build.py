@@ -1,6 +1,6 @@
 """Builds what every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
 
-run_rl.py, run_dpo.py, run_check.py ... build the rest. Every rank must call the same functions in the same order, since
+run_rl.py, run_offline.py ... build the rest. Every rank must call the same functions in the same order, since
 engines and process groups are created by collectives.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
@@ -37,16 +36,17 @@ from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_devi
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.stages.evaluation import Evaluation, Measure
-from megarl.telemetry.log import Silent, Telemetry, open_telemetry
+from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
 from megarl.trainer.heads import Head, RewardHead, ValueHead
 from megarl.trainer.learner import PolicyLearner
-from megarl.trainer.reference import logprobs_in_turn
+from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, ObjectiveState, TokenBatch
-from megarl.weights.transports import Transport
+from megarl.types import CheckFailed, ObjectiveState, TokenBatch, TokenOutputs
+from megarl.weights.transports import InProcess, Transport
 from megarl.weights.transports.collective import Collective
-from megarl.weights.transports.inprocess import InProcess
+
+OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # train.offload
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,29 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
-def make_trainer(rank: Rank, layout: Layout | None = None, head: Head | None = None) -> Trainer:
-    """The trainer of the configured model, in the rank's layout or another one, with the vocabulary head or another."""
+def make_trainer(
+    rank: Rank,
+    layout: Layout | None = None,
+    *,
+    head: Head | None = None,
+    folder: Path | None = None,
+    beside: Trainer | None = None,
+    **train: Any,
+) -> Trainer:
+    """The trainer of the configured model or that of `folder`, in the rank's layout or another one, with the vocabulary
+    head or another. `beside` is a trainer whose process groups it uses; `train` has the settings that differ."""
     config = rank.config
     return Trainer.build(
-        rank.shape,
+        rank.shape if folder is None else read_model(folder),
         layout or rank.layout,
-        train=config.train,
+        train=config.train.model_copy(update=train),
         moe=config.moe,
         head=head,
-        folder=rank.model_folder,
+        folder=folder or rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
         megatron_options=config.trainer.megatron_options,
+        beside=beside,
     )
 
 
@@ -122,38 +132,23 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLe
     learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen)
     if not objective.algorithm.needs_critic:
         return learner
-    folder = rank.model_folder if critic.model is None else model_folder(critic.model, None)
+    folder = None if critic.model is None else model_folder(critic.model)
     head = CriticHead() if critic.bootstrap_truncated else ValueHead()
-    values = build_beside(trainer, rank, folder, head, {"lr": critic.lr, "min_lr": critic.min_lr})
+    values = make_trainer(rank, head=head, folder=folder, beside=trainer, lr=critic.lr, min_lr=critic.min_lr)
     return ActorCritic(learner, values, critic)
 
 
-def frozen_model(rank: Rank, part: FrozenModel, key: str, trainer: Trainer) -> Callable[[TokenBatch], Tensor]:
+def frozen_model(rank: Rank, part: FrozenModel, key: str, trainer: Trainer) -> Callable[[TokenBatch], TokenOutputs]:
     """Returns the function that scores batches with the model of the section `key`."""
+    top_k = rank.config.algorithm.distill_top_k if key == "teacher" else 0
     if part.model is None:
-        return ServedModel(client_of(part, key), part.served_name, rank.transport)
-    folder = model_folder(part.model, None)
+        return ServedModel(client_of(part, key), part.served_name, rank.transport, top_k)
+    folder = model_folder(part.model)
     check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"{key}.model={part.model}")
-    offload = {"offload": ("gradients", "optimizer", "weights"), "optimizer_cpu_offload": False}
-    frozen = build_beside(trainer, rank, folder, None, offload)
+    frozen = make_trainer(rank, folder=folder, beside=trainer, offload=OFFLOAD_ALL, optimizer_cpu_offload=False)
     check_weights(rank, frozen)
     frozen.memory.offload_all()
-    return partial(logprobs_in_turn, frozen, trainer.memory)
-
-
-def build_beside(trainer: Trainer, rank: Rank, folder: Path, head: Head | None, train: dict[str, Any]) -> Trainer:
-    """Returns a trainer of another model; `train` has the settings that differ."""
-    return Trainer.build(
-        read_model(folder),
-        rank.layout,
-        train=rank.config.train.model_copy(update=train),
-        moe=rank.config.moe,
-        head=head,
-        folder=folder,
-        device=rank.device.torch,
-        megatron_options=rank.config.trainer.megatron_options,
-        beside=trainer,
-    )
+    return partial(forward_in_turn, frozen, trainer.memory, top_k=top_k)
 
 
 def check_weights(rank: Rank, trainer: Trainer) -> None:
@@ -184,12 +179,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank,
-    trainer: Trainer,
-    prompts: PromptStream,
-    state: ObjectiveState,
-    critic: Trainer | None = None,
-    further: Further | None = None,
+    rank: Rank, trainer: Trainer, prompts: PromptStream, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
     return Checkpoints(
@@ -202,21 +192,21 @@ def make_checkpoints(
         last_step=config.train.steps,
         asynchronous=config.checkpoint.asynchronous,
         export=partial(export, rank, trainer),
-        critic=critic,
         further=further or Further(),
     )
 
 
 @contextmanager
 def saved(
-    trainer: Trainer | PolicyLearner | ActorCritic, checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None
+    trainers: Sequence[Trainer], checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield
     except CheckFailed:
         sleep()
-        trainer.memory.onload_all()
+        for trainer in trainers:
+            trainer.memory.onload_all()
         checkpoint.save()
         checkpoint.finish()
         raise
@@ -225,9 +215,10 @@ def saved(
 
 def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
     """Telemetry of a run from step `start` on, with the peak of start-up; rank 0 monitors its node's GPUs."""
-    telemetry = open_telemetry(
+    if rank.env.rank:
+        return closing(Silent())
+    telemetry = Telemetry(
         rank.config,
-        rank=rank.env.rank,
         start=start,
         interactive=is_interactive(),
         facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
@@ -237,11 +228,13 @@ def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
     return closing(telemetry)
 
 
-def make_evaluation(rank: Rank, measures: Sequence[Measure], *, every: int, **outputs: Any) -> Evaluation:
-    """Results go to eval.jsonl and the terminal; `outputs` are other fields of Evaluation."""
+def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outputs: Any) -> Evaluation:
+    """Of a run from step `start` on. Results go to eval.jsonl and the terminal; `outputs` are other fields."""
     if rank.env.is_main:
         outputs |= {"file": run_dir(rank.config) / "eval.jsonl", "say": print}
-    return Evaluation(measures, every=every, last_step=rank.config.train.steps, **outputs)
+    evaluation = Evaluation(measures, every=rank.config.eval.every, last_step=rank.config.train.steps, **outputs)
+    evaluation.forget(start)
+    return evaluation
 
 
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:

@@ -1,15 +1,16 @@
 """`megarl check CONFIG --layouts`: one update on a small batch of the user's data, in each layout.
 
-check_layouts_of --runs/<name>-check/layouts.json--> ranks (run_check.py) --check.json--> a table, exit code 0 or 3
+check_layouts_of --runs/<name>-check/layouts.json--> ranks (run_check) --check.json--> a table, exit code 0 or 3
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from math import lcm
 
-from megarl.config.load import run_dir
+from megarl.config.load import changed, run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
 from megarl.launch.exit_codes import DONE, REFUSED
@@ -27,17 +28,16 @@ def check_layouts_of(
 
     If `layouts` is empty, uses those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
     """
-    from megarl.debug.layout_check import AXES, parse_layout  # imports torch
+    from megarl.debug.layout_check import parse_layout  # imports torch
     from megarl.launch.downloads import download_weights
     from megarl.launch.random_model import materialize_model
     from megarl.launch.run_config import make_run_dir
 
-    config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-check"})})
+    config = changed(config, "run", name=f"{config.run.name}-check")
 
     def under(text: str, world: int) -> Config:
-        sizes = {name: getattr(parse_layout(text), name) for name in AXES.values()}
-        overrides = {"parallel": sizes, "launch": {**config.launch.model_dump(), "processes": world}}
-        return Config.model_validate(config.model_dump() | overrides)
+        values = changed(config, "launch", processes=world).model_dump() | {"parallel": asdict(parse_layout(text))}
+        return Config.model_validate(values)
 
     candidates = list(layouts) or list(USUAL)
     fits, world = [], config.launch.processes or lcm(*(smallest_world(parse_layout(text), 1) for text in candidates))
@@ -49,7 +49,7 @@ def check_layouts_of(
                 raise
             continue
         fits.append(text)
-    download_weights(config, env)
+    download_weights(config, env, "check")
     make_run_dir(config)
     folder = run_dir(config)
     (folder / "check.json").unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Downloads what a config names on the Hugging Face hub, before ranks start, and sets each `revision` to its commit.
 
     model path=id    --resolve_model----> revision=commit (small files) --preflight--> download_weights --> ranks
+    other models=id  --resolve_model----> id@commit       (small files) --preflight--> download_weights --> ranks
     task  name=hf:id --resolve_datasets-> revision=commit (all files)
 
 The run's config.yaml records the commits, and its ranks read the files from the cache. A resumed run keeps the commits
@@ -14,6 +15,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,41 @@ import yaml
 from megarl.config.schema import Config
 from megarl.data.hf_dataset import hub_id, parse_options, resolve
 from megarl.launch.run_config import resumed_run
-from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id
+from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id, split_revision
 from megarl.platform.env import Env
 from megarl.platform.shm import SHM, shm_prefix
 
+POLICY = "model.path="
+
 
 def resolve_model(config: Config, env: Env) -> Config:
-    """Downloads all but the weights of a hub id, and sets `model.revision` to its commit. Raises ValueError."""
-    model = config.model
-    if model.path is None or model.create is not None or not is_hub_id(model.path):
-        return config
-    path, patterns = model.path, (*SMALL, *CODE) if model.trust_remote_code else SMALL
-    commit = _commit(env, path, model.revision, _commits_to_resume(config), lambda r: download(path, r, patterns))
-    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+    """Downloads all but the weights of hub ids, and sets their revisions to commits. Raises ValueError."""
+    values, commits = config.model_dump(), _commits_to_resume(config)
+    for where, name, revision, section, key in _hub_models(values):
+        patterns = (*SMALL, *CODE) if section.get("trust_remote_code") else SMALL
+        fetch = partial(download, name, patterns=patterns, where=where)
+        commit = _commit(env, where.removeprefix(POLICY), revision, commits, fetch)
+        section.update({key: name, "revision": commit} if section is values["model"] else {key: f"{name}@{commit}"})
+    return Config.model_validate(values)
 
 
-def download_weights(config: Config, env: Env) -> None:
-    """Downloads the *.safetensors of a resolved hub id. Raises ValueError."""
-    model = config.model
-    if model.path is not None and model.create is None and is_hub_id(model.path):
-        path = model.path
-        _in_turn(env, path, model.revision, lambda revision: download(path, revision, WEIGHTS))
+def download_weights(config: Config, env: Env, command: str) -> None:
+    """Downloads the *.safetensors of resolved hub ids. Raises ValueError."""
+    for where, name, revision, _, key in _hub_models(config.model_dump()):
+        if command == "train" or key == "path":  # other commands need neither critic nor teacher
+            _in_turn(env, where.removeprefix(POLICY), revision, partial(download, name, patterns=WEIGHTS, where=where))
+
+
+def _hub_models(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, dict[str, Any], str]]:
+    """Yields of each model that is a hub id: its setting, for errors; id; revision; section of the config, and key."""
+    policy, rewards = values.get("model") or {}, values.get("rewards") or ()
+    models = [] if policy.get("create") else [(POLICY, policy, "path")]
+    models += [(f"{name}.model=", values.get(name) or {}, "model") for name in ("critic", "teacher", "reference")]
+    models += [("rewards: name=model: path=", x.get("options") or {}, "path") for x in rewards if x["name"] == "model"]
+    for prefix, section, key in models:
+        name, revision = split_revision(section.get(key) or "")
+        if is_hub_id(name):
+            yield prefix + name, name, revision or section.get("revision"), section, key
 
 
 def resolve_datasets(config: Config, env: Env) -> Config:
@@ -83,10 +99,9 @@ def _commits_to_resume(config: Config) -> dict[str, str]:
 
 
 def _recorded(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    model, task = values.get("model") or {}, values.get("task") or {}
+    task = values.get("task") or {}
     sets: Sequence[Mapping[str, Any]] = (values.get("eval") or {}).get("sets") or ()
-    if model.get("path") and model.get("revision"):
-        yield model["path"], model["revision"]
+    yield from ((where.removeprefix(POLICY), commit) for where, _, commit, *_ in _hub_models(values) if commit)
     for part in (task, *(task.get("mixture") or ()), *sets):
         name, revision = part.get("task") or part.get("name"), (part.get("options") or {}).get("revision")
         if name and revision:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,9 @@ from megarl.algorithms.parity import (
     explain,
     rounding_floor,
 )
-from megarl.data.collate import token_batch
-from megarl.trainer.rounding import rounding_errors
+from megarl.data.collate import take_rows, token_batch
+from megarl.debug.sublayers import rounding_errors
+from megarl.rollout.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.transports import Transport
@@ -36,21 +36,6 @@ PROBE_TOKENS = 32  # that the engine adds to each
 DRAWS, ENOUGH = 4, 2048  # of rounding errors, at most; tokens in all draws
 REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
-
-
-class ProbedEngine(Protocol):
-    """The engine of this rank: rollout.engine.Engine."""
-
-    @property
-    def is_asleep(self) -> bool: ...
-    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
-    def score(self, rows: Sequence[Tensor]) -> list[Tensor]: ...
-
-
-class FindsCause(Protocol):
-    """debug.parity_cause.CauseSearch.find: names what differs in a few rows; a collective."""
-
-    def __call__(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,54 +54,36 @@ def rounding_of(trainer: Trainer) -> float:
 
 def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> tuple[TokenBatch, Tensor]:
     """Returns at most `count` rows that have sampled tokens, row `first` before others; and their rollout log-probs."""
-    lengths = batch.cu_seqlens.diff().tolist()
-    has_tokens = [bool(mask.any()) for mask in batch.mask.split(lengths)]
+    has_tokens = [bool(mask.any()) for mask in batch.mask.split(batch.cu_seqlens.diff().tolist())]
     rows = [row for row in range(batch.num_rows) if has_tokens[row] and row != first]
-    chosen = [*([] if first is None else [first]), *rows][:count]
-
-    def select(x_T: Tensor) -> Tensor:
-        parts = x_T.split(lengths)
-        return torch.cat([parts[row] for row in chosen] or [x_T[:0]])
-
-    few = TokenBatch(
-        tokens=select(batch.tokens),
-        labels=select(batch.labels),
-        mask=select(batch.mask),
-        cu_seqlens=torch.tensor([0, *(lengths[row] for row in chosen)]).cumsum(0),
-        temperature=batch.temperature,
-    )
-    return few, select(batch.rollout_logprobs)
+    few = take_rows(batch, [*([] if first is None else [first]), *rows][:count])
+    return few, few.rollout_logprobs
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
     """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors."""
     eps = rounding_of(trainer)
 
-    def logprobs() -> Tensor:
-        logprobs_T = trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
-        return logprobs_T[batch.mask]
-
-    exact_K, noise = logprobs(), []
+    exact_K, noise = trainer.logprobs(batch)[batch.mask], []
     for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))):
         with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
-            noise.append(logprobs() - exact_K)
+            noise.append(trainer.logprobs(batch)[batch.mask] - exact_K)
     return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR))
 
 
 @dataclass
 class ParityChecks:
-    """roles.Checks and publish.Probe. A rank has a trainer, an engine, or both."""
+    """roles.Checks and publish.Probe."""
 
     transport: Transport
-    measure: Callable[[TokenBatch], Measured] | None  # the trainer's side
-    engine: ProbedEngine | None
+    measure: Callable[[TokenBatch], Measured]  # the trainer's side
+    engine: Engine
     prompts: Sequence[Sequence[int]]  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
     is_moe: bool = False
-    find: FindsCause | None = None
+    find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
     floor: Quantiles | None = None  # as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
 
@@ -139,24 +106,15 @@ class ParityChecks:
         random tokens lie, low precision is at its worst. Both sides score them at temperature 1.
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
-        flat_T = torch.zeros(sum(lengths), dtype=torch.int64)
-        if self.engine:
-            flat_T = torch.cat(self.engine.complete(self.prompts, max_tokens=self.max_tokens))
-        rows = self._first(flat_T, has_one=self.engine is not None).split(lengths)
+        completed = self.engine.complete(self.prompts, max_tokens=self.max_tokens)
+        rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
-        logprobs_K, floor, found = torch.zeros(int(batch.mask.sum())), None, None
-        if self.measure:
-            measured = self.measure(batch)
-            logprobs_K, floor = measured.logprobs_K, measured.floor
-        logprobs_K = self._first(logprobs_K, has_one=self.measure is not None)
-        self.floor = floor = next(each for each in self.transport.gather(floor) if each is not None)
-        if self.engine:
-            scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
-            found = Quantiles.of(logprobs_K - scores_K)
-        return batch, [
-            self.excess(each, floor, prompts=len(rows)) for each in self.transport.gather(found) if each is not None
-        ]
+        measured = self.measure(batch)
+        self.floor = floor = self.transport.gather(measured.floor)[0]
+        scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
+        found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
+        return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
         """With experts, only prompts are independent: one token routed elsewhere moves all that follow it, and every
@@ -169,7 +127,9 @@ class ParityChecks:
         The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
         REMEASURED_EVERY batches where more than half of the limit is used up.
         """
-        parity, found, prompts = compare(batch), self._sampled(batch), batch.prompt_id.unique().numel()
+        assert batch.old_logprobs is not None
+        found = Quantiles.of((batch.old_logprobs - batch.rollout_logprobs)[batch.mask])
+        parity, prompts = compare(batch), batch.prompt_id.unique().numel()
         excess = self.excess(found, self.floor or self._remeasured(batch), prompts=prompts)
         self.floor_age += 1
         is_doubtful = excess.statistic > excess.limit / 2 and self.floor_age > REMEASURED_EVERY
@@ -191,26 +151,17 @@ class ParityChecks:
     def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
         """Found on the first rows; guessed from the distribution of differences where the engine cannot compute."""
         guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
-        can_find = self.find is not None and self.measure is not None
-        if not can_find or any(self.transport.gather(self.engine is not None and self.engine.is_asleep)):
+        if self.find is None or any(self.transport.gather(self.engine.is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"
-        assert self.find and self.measure
         few, logprobs_T = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
         return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"
 
     def _bound(self, excess: Excess) -> str:
         return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"
 
-    def _sampled(self, batch: ScoredBatch) -> Quantiles:
-        assert batch.old_logprobs is not None
-        return Quantiles.of((batch.old_logprobs - batch.rollout_logprobs)[batch.mask])
-
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
-        assert self.measure is not None
         self.floor, self.floor_age = self.measure(batch).floor, 0
         return self.floor
 
-    def _first(self, x: Tensor, *, has_one: bool) -> Tensor:
-        """Returns `x` of the first rank that has one, on every rank; all have its size."""
-        first = self.transport.gather(has_one).index(True)
-        return self.transport.sum(x if self.transport.rank == first else torch.zeros_like(x))
+    def _of_rank_0(self, x: Tensor) -> Tensor:
+        return self.transport.sum(x if self.transport.rank == 0 else torch.zeros_like(x))

@@ -13,25 +13,19 @@ sleeps (train.offload, rollout.sleep_level). Parts of a phase ("exchange", "stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-from megarl.trainer.offload import Memories, Memory
+from megarl.trainer.trainer import Trainer
 
-
-class EngineMemory(Protocol):
-    """Implemented by megarl.rollout.engine.Engine, whose module imports vLLM."""
-
-    @property
-    def bytes_asleep(self) -> int: ...  # which torch still counts as allocated
-    def sleep(self) -> None: ...
-    def wake(self, part: str) -> None: ...  # weights | kv_cache
+if TYPE_CHECKING:  # its module imports vLLM
+    from megarl.rollout.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class TimedPhases:
     span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
     device: torch.device
-    trainer: Memory | Memories
-    engine: EngineMemory | None = None  # None: a stage that samples nothing
+    trainers: Sequence[Trainer]
+    engine: Engine | None = None  # None: a stage that samples nothing
     current: CurrentPhase = field(default_factory=CurrentPhase)
     _peaks: list[float] = field(default_factory=list)  # so far, of each open phase and part
 
@@ -55,23 +49,28 @@ class TimedPhases:
     @contextmanager
     def train(self) -> Iterator[None]:
         with self._phase("train"):
-            self.trainer.onload_weights()
+            for trainer in self.trainers:
+                trainer.memory.onload_weights()
             yield
 
     @contextmanager
     def save(self) -> Iterator[None]:
         with self._phase("save"):
-            self.trainer.free_gradients()
+            for trainer in self.trainers:
+                trainer.memory.free_gradients()
             yield
-            self.trainer.offload_training_state()
+            for trainer in self.trainers:
+                trainer.memory.offload_training_state()
 
     @contextmanager
     def sync(self) -> Iterator[None]:
         with self._phase("sync"):
-            self.trainer.onload_weights()
+            for trainer in self.trainers:
+                trainer.memory.onload_weights()
             self._switch(lambda engine: engine.wake("weights"))
             yield
-            self.trainer.offload_all()
+            for trainer in self.trainers:
+                trainer.memory.offload_all()
             self._switch(lambda engine: engine.wake("kv_cache"))
 
     @contextmanager
@@ -91,7 +90,7 @@ class TimedPhases:
             yield
         self.current.name = f"after {name}"  # not reached after an exception, which is attributed to the phase itself
 
-    def _switch(self, change: Callable[[EngineMemory], None]) -> None:
+    def _switch(self, change: Callable[[Engine], None]) -> None:
         if self.engine is not None:
             self._settle()
             change(self.engine)

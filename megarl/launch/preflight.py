@@ -15,6 +15,7 @@ from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config, Create
 from megarl.config.validate import ENGINE_COMMANDS, Job, check_config
 from megarl.data.conversations import example_encoder
+from megarl.data.feedback import check_feedback
 from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
@@ -31,7 +32,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     is_evaluated = command == "eval" or config.eval.every > 0
-    notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated))
+    learns_feedback = command == "train" and config.stage in ("dpo", "reward_model")
+    check = partial(check_feedback, steps=config.reward_model.process) if learns_feedback else None
+    notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
     if config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS:
         notes += tuple(check_problems(make_rewards(config.rewards), partial(load_sources, config.task)))
     _check_text(config, folder)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, generation_config, hf_config
+from megarl.config.load import changed
+from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, hf_config
 from megarl.config.schema import Config, Create
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.registry import hf_shapes, parse_model
@@ -36,7 +37,7 @@ def materialize_model(config: Config) -> Config:
     if config.model.create is None:
         return config
     folder = create_model(config.model.create, Path(config.run.dir) / ".models")
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder), "create": None})})
+    return changed(config, "model", path=str(folder), create=None)
 
 
 def create_model(create: Create, root: Path) -> Path:
@@ -72,7 +73,8 @@ def random_tokenizer(create: Create) -> Tokenizer:
 def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> None:
     """Everything but the weights."""
     _write_json(folder / "config.json", values)
-    _write_json(folder / "generation_config.json", generation_config())
+    tokens = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    _write_json(folder / "generation_config.json", tokens | {"do_sample": True})
     if create.tokenizer == "characters":
         _write_tokenizer(folder, create)
 

@@ -1,26 +1,27 @@
-"""Builds the reward model of the reward `model` beside the policy's trainer, in the same layout.
-
-Its weights, gradients and optimizer state are on the host, except while it scores or is trained.
-"""
+"""Reward models beside the policy's trainer, in the same layout. Their weights, gradients and optimizer state are on
+the host, except while they score or are trained."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from megarl.launch.build import Rank, build_beside
-from megarl.launch.phases import EngineMemory
+from megarl.launch.build import OFFLOAD_ALL, Rank, make_trainer
 from megarl.models.hub import model_folder
-from megarl.rewards.catalog import model_options
+from megarl.rewards.catalog import ModelOptions
+from megarl.rewards.interface import parse_options
 from megarl.rewards.model import ModelReward
 from megarl.trainer.heads import RewardHead, load_head
 from megarl.trainer.trainer import Trainer
 from megarl.types import Sample, TokenBatch
+
+if TYPE_CHECKING:  # its module imports vLLM
+    from megarl.rollout.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RewardModel:
         self.trainer.memory.offload_all()
 
     def score(
-        self, engine: EngineMemory, span: Callable[[str], AbstractContextManager[Any]], samples: Sequence[Sample]
+        self, engine: Engine, span: Callable[[str], AbstractContextManager[Any]], samples: Sequence[Sample]
     ) -> list[Sample]:
         """Exchange.score; the engine sleeps meanwhile."""
         with span("reward_model"):
@@ -56,8 +57,8 @@ def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
     config = rank.config
     if (reward := next((reward for reward in config.rewards if reward.name == "model"), None)) is None:
         return None
-    options, updates = model_options(reward), config.iterative.reward_model
-    folder = rank.model_folder if options.path is None else model_folder(options.path, None)
+    options, updates = parse_options(ModelOptions, reward), config.iterative.reward_model
+    folder = rank.model_folder if options.path is None else model_folder(options.path)
     head = RewardHead() if options.path is None else load_head(folder)
     if options.path is not None:
         check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"rewards: name='model': {folder}")
@@ -66,9 +67,9 @@ def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
             f"rewards: name='model': {folder} scores steps, but iterative_grpo trains on rankings of whole responses; "
             "set iterative.reward_model.train=false, or use a model of responses"
         )
-    train: dict[str, Any] = {"offload": ("gradients", "optimizer", "weights"), "lr": updates.lr, "min_lr": 0.0}
-    train |= {"schedule": "constant", "warmup_steps": 0, "updates_per_step": 1, "epochs_per_batch": 1}
-    trainer = build_beside(policy, rank, folder, head, train)
+    train: dict[str, Any] = {"offload": OFFLOAD_ALL, "lr": updates.lr, "min_lr": 0.0, "schedule": "constant"}
+    train |= {"warmup_steps": 0, "updates_per_step": 1, "epochs_per_batch": 1}
+    trainer = make_trainer(rank, head=head, folder=folder, beside=policy, **train)
     trainer.memory.offload_all()
     return RewardModel(trainer, head, model_reward(trainer, head, reward.weight, options.splitter, rank.tokenizer))
 

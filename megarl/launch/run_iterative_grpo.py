@@ -1,15 +1,14 @@
-"""Builds and runs an IterativeRun on one rank."""
+"""Runs stage iterative_grpo on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from megarl.checkpoint.state import Further
 from megarl.checkpoint.torch_dist import REWARD_MODEL
 from megarl.config.schema import Config
-from megarl.data.replay import Replay
+from megarl.data.preferences import Replay
 from megarl.launch.build import Rank, export, open_rank
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.reward_models import RewardModel
@@ -18,7 +17,7 @@ from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.schedule import Rollouts, has_spread
-from megarl.stages.iterative_grpo import IterativeRun, RewardModelTraining, iterative_grpo
+from megarl.stages.iterative_grpo import RewardModelTraining, iterative_grpo
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun
 from megarl.trainer.actor_critic import ActorCritic
@@ -47,7 +46,9 @@ class Iterations:
     def beside(self, learner: Learner, reward_model: RewardModel | None) -> Further:
         self.learner, self.policy = learner, learner.actor if isinstance(learner, ActorCritic) else learner
         self.reward_model = reward_model if self.settings.reward_model.train else None
-        reference = self._reference if self.settings.reset_reference and self.policy.reference else None
+        reference = None
+        if self.settings.reset_reference and self.policy.reference is not None:
+            reference = partial(self.policy.reference.in_place_of, self.policy.trainer.parameters_by_name().values())
         if self.reward_model is None:
             return Further(reference=reference)
         models = {REWARD_MODEL: self.reward_model.trainer}
@@ -55,13 +56,14 @@ class Iterations:
 
     def loop(self, run: RlRun) -> None:
         steps = run.steps // self.settings.iterations
-        iterative_grpo(IterativeRun(run, steps, self.reset, self._updates(run)))
+        iterative_grpo(run, steps, self.reset, self._updates(run))
 
     def reset(self) -> None:
         """The reference becomes the policy, which is then offloaded."""
         if self.settings.reset_reference and self.policy.reference is not None:
             self.policy.reference.reset(self.policy.trainer.parameters_by_name().values())
-        self.learner.memory.offload_all()
+        for trainer in self.learner.trainers:
+            trainer.memory.offload_all()
 
     def _updates(self, run: RlRun) -> RewardModelTraining | None:
         if self.reward_model is None:
@@ -78,9 +80,3 @@ class Iterations:
             options,
             run.telemetry.add,
         )
-
-    @contextmanager
-    def _reference(self) -> Iterator[None]:
-        assert self.policy.reference is not None
-        with self.policy.reference.in_place_of(self.policy.trainer.parameters_by_name().values()):
-            yield

@@ -1,4 +1,4 @@
-"""Builds and runs an RlRun on one rank; and `megarl eval` and `megarl check --parity | --sync`.
+"""Runs the stages rl, best_of_n and iterative_dpo on one rank; and `megarl eval` and `megarl check --parity | --sync`.
 
 engine, trainer --> publisher between them, exchange of samples, learner --> RlRun --> train --> export
 """
@@ -6,7 +6,7 @@ engine, trainer --> publisher between them, exchange of samples, learner --> RlR
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
+from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
+from megarl.checkpoint.torch_dist import CRITIC
+from megarl.config.load import changed
 from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
@@ -65,7 +68,7 @@ from megarl.stages.rl import RlRun, train
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, Sample, Terminated, TrainBatch
+from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 PARITY_PROMPTS = 8
@@ -76,28 +79,37 @@ Span = Callable[[str], AbstractContextManager[None]]
 
 
 def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
-    """Runs `megarl train` of stage rl on this rank."""
     with open_rank(config, env, phase) as rank:
         export(rank, train_policy(rank, make_engine))
+
+
+def run_best_of_n(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """Trains by SFT on the best sample of each prompt (RAFT)."""
+    with open_rank(config, env, phase) as rank:
+        algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
+        objective = Objective(algorithm, config.rollout.max_tokens)
+        export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
+
+
+def run_iterative_dpo(config: Config, env: Env, phase: CurrentPhase) -> None:
+    """Trains by DPO on the best and the worst sample of each prompt."""
+    with open_rank(config, env, phase) as rank:
+        objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
+        export(rank, train_policy(rank, make_engine, objective, best_and_worst))
 
 
 def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     with open_rank(config, env, phase) as rank:
-        trainer, engine = _trainer_and_engine(rank)
-        publisher(rank, trainer, engine, parity_checks(rank, trainer, engine)).publish(version=0)
+        trainer, engine, *_ = _synced(rank)
         exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-        evaluation = _evaluation(rank, exchange, every=1)
-        evaluation.forget(0)
-        evaluation.run(0)
+        _evaluation(rank, exchange, 0).run(0)
 
 
 def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
     with open_rank(config, env, phase) as rank:
-        trainer, engine = _trainer_and_engine(rank)
-        parity = parity_checks(rank, trainer, engine)
-        report = publisher(rank, trainer, engine, parity).publish(version=0)
+        *_, parity, report = _synced(rank)
         worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
         if env.is_main:
             kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
@@ -108,11 +120,9 @@ def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
 
 def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
     """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
-    checks = config.checks.model_copy(update={"max_logprob_diff": math.inf})  # the verdict is given here
-    with open_rank(config.model_copy(update={"checks": checks}), env, phase) as rank:
-        trainer, engine = _trainer_and_engine(rank)
-        parity = parity_checks(rank, trainer, engine)
-        publisher(rank, trainer, engine, parity).publish(version=0)
+    unchecked = changed(config, "checks", max_logprob_diff=math.inf)  # the verdict is given here
+    with open_rank(unchecked, env, phase) as rank:
+        trainer, engine, parity, _ = _synced(rank)
         batch = parity_batch(rank, engine)
         measured = measure_logprobs(trainer, batch)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
@@ -133,31 +143,20 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
 
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     """A few prompts, sampled as in a run and not scored."""
-    exchange = replace(_exchange(rank, engine), rewards=_Unscored())
+    exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
     rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
-class _Unscored:
-    """roles.Rewards and roles.Scoring, without any."""
-
-    def start(self, prompts: Sequence[Prompt]) -> _Unscored:
-        return self
-
-    def add(self, samples: Sequence[Sample]) -> None: ...
-
-    def results(self, samples: Sequence[Sample]) -> list[Sample]:
-        return [replace(sample, reward=0.0) for sample in samples]
-
-
-def _trainer_and_engine(rank: Rank) -> tuple[Trainer, Engine]:
-    """For commands that do not train: the trainer keeps its weights, and only these, on the device."""
+def _synced(rank: Rank) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
+    """For commands that do not train: after a weight sync. The trainer keeps only its weights on the device."""
     trainer = make_trainer(rank)
     check_weights(rank, trainer)
     trainer.memory.offload_all()
     engine = make_engine(rank)
     trainer.memory.onload_weights()
-    return trainer, engine
+    parity = parity_checks(rank, trainer, engine)
+    return trainer, engine, parity, publisher(rank, trainer, engine, parity).publish(version=0)
 
 
 def train_policy(
@@ -180,21 +179,20 @@ def train_policy(
     trainer, prompts = make_trainer(rank), make_prompts(rank)
     objective = objective or make_objective(config)
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
-    critic = learner.critic
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
-    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state(), critic, further)
+    if isinstance(learner, ActorCritic):
+        further = replace(further, models={CRITIC: learner.critic, **further.models})
+    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state(), further)
     start, state = checkpoint.restore(config.checkpoint.resume)
-    for trained in filter(None, (trainer, learner.critic)):
+    for trained in learner.trainers:
         check_weights(rank, trained)
-    learner.memory.offload_all()
+        trained.memory.offload_all()
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
-        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.memory, engine, rank.phase)
+        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
-        evaluation = replace(_evaluation(rank, exchange, every=config.eval.every), evaluated=telemetry.evaluated)
-        evaluation.forget(start)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
         weights.span = phases.part
@@ -206,7 +204,7 @@ def train_policy(
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
-            evaluation=evaluation,
+            evaluation=_evaluation(rank, exchange, start, evaluated=telemetry.evaluated),
             checks=parity,
             phases=phases,
             checkpoint=checkpoint,
@@ -216,9 +214,9 @@ def train_policy(
             prompts_per_step=config.train.prompts_per_step,
             start=start,
         )
-        with saved(learner, checkpoint, engine.sleep):
+        with saved(learner.trainers, checkpoint, engine.sleep):
             loop(run)
-    learner.memory.onload_all()
+    trainer.memory.onload_all()
     return trainer
 
 
@@ -301,7 +299,7 @@ def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
     )
 
 
-def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
+def _evaluation(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
     config = rank.config
 
     def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
@@ -317,7 +315,7 @@ def _evaluation(rank: Rank, exchange: Exchange, *, every: int) -> Evaluation:
         prompts = problems(part.size, eval_task(config.task, part))
         sets.append(ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples))
     measures = [partial(sampled, exchange, config.run.seed, part) for part in (sets if config.eval.size else sets[2:])]
-    return make_evaluation(rank, measures, every=every)
+    return make_evaluation(rank, measures, start, **outputs)
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
@@ -342,20 +340,11 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
-    launch = config.launch.model_copy(update={"processes": env.world_size})
-    fleet = fleet_of(config.model_copy(update={"launch": launch}), ranks_per_node=env.local_world_size)
+    fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
+    ranks = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
     if shape.bridge:
-        table, plan = (
-            None,
-            plan_slices(
-                weights,
-                trainer.slices_by_rank(),
-                rank.transport.gather(list(engine.receiver.slices)),
-                ranks_per_replica=fleet.ranks_per_replica,
-                round_bytes=config.sync.round_bytes,
-                ranks_per_node=fleet.ranks_per_node,
-            ),
-        )
+        table, kept = None, rank.transport.gather(list(engine.receiver.slices))
+        plan = plan_slices(weights, trainer.slices_by_rank(), kept, round_bytes=config.sync.round_bytes, **ranks)
     else:
         table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
         plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
@@ -365,9 +354,8 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
         engine.receiver,
         rank.transport,
         weights,
-        ranks_per_replica=fleet.ranks_per_replica,
         table=table,
         probe=probe,
         is_atomic=config.sync.atomic,
-        ranks_per_node=fleet.ranks_per_node,
+        **ranks,
     )

@@ -3,75 +3,101 @@
     rewards: [{name: "http://localhost:8000/score", options: {tokens: true}}]
 
 It scores as the reward `model` does: the request's tokens, or else the prompt in the model's chat template and the
-response, with the end token if `finish` is "stop". One process, on its first GPU or the CPU.
+response, with the end token if `finish` is "stop". One process, on its first GPU or the CPU, answers one request at a
+time; a malformed one with status 400 and the reason. SIGTERM ends it with exit code 0.
 """
 
 from __future__ import annotations
 
-import json
+import signal
+import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from json import dumps
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from pydantic import BaseModel, NonNegativeInt
 
 from megarl.config.schema import Config
 from megarl.data.tokenizer import Tokenizer
-from megarl.launch.build import Rank, make_trainer
+from megarl.launch.build import make_trainer, open_rank
+from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.reward_models import model_reward
-from megarl.platform.device import pick_device
-from megarl.platform.env import Env
+from megarl.platform.env import LOOPBACK, Env, set_env
 from megarl.rewards.model import ModelReward
 from megarl.trainer.heads import load_head
-from megarl.types import Sample
+from megarl.types import Finish, Sample
 
 MAX_BYTES = 64 << 20  # of a request
+IDLE_S = 10.0  # a connection that sends nothing for so long is closed, since others wait
 
 
-def score_rows(reward: ModelReward, tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the entries of an answer, in order. Raises KeyError, TypeError or ValueError for a malformed request."""
+class Row(BaseModel):
+    id: str
+    prompt: str
+    response: str
+    finish: Finish
+    tokens: list[NonNegativeInt] = []  # of prompt and response
+    prompt_length: NonNegativeInt | None = None  # of `tokens`
+
+
+class Request(BaseModel):
+    samples: list[Row]
+
+
+class Listener(HTTPServer):
+    request_queue_size = 128  # connections of a client that wait; 5 by default, and the others would time out
+
+
+def score_rows(reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[Row]) -> list[dict[str, Any]]:
+    """Returns the entries of an answer, in order. Raises ValueError for a row that cannot be scored."""
     samples = []
     for index, row in enumerate(rows):
-        prompt, response = tokenizer.encode_prompt(row["prompt"], None), tokenizer.encode_answer(row["response"])
-        cut = len(response) - (row["finish"] != "stop" and response[-1:] in [(end,) for end in tokenizer.eos])
-        tokens = torch.tensor(row.get("tokens") or [*prompt, *response[:cut]])
-        trainable = torch.arange(len(tokens)) >= len(prompt)
-        samples.append(Sample(0, index, tokens, trainable, torch.zeros(len(tokens)), (0, 0), row["finish"], reward=0.0))
+        prompt, response = tokenizer.encode_prompt(row.prompt, None), tokenizer.encode_answer(row.response)
+        cut = len(response) - (row.finish != "stop" and response[-1:] in [(end,) for end in tokenizer.eos])
+        tokens = row.tokens or [*prompt, *response[:cut]]
+        if not tokens or max(tokens) >= vocab:
+            raise ValueError(f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, not {str(tokens)[:60]}")
+        start = len(prompt) if row.prompt_length is None else row.prompt_length
+        trainable, zeros = torch.arange(len(tokens)) >= start, torch.zeros(len(tokens))
+        samples.append(Sample(0, index, torch.tensor(tokens), trainable, zeros, (0, 0), row.finish, reward=0.0))
     entries = [{"error": "NaN"} if scored.reward is None else {"score": scored.reward} for scored in reward(samples)]
-    return [{"id": row["id"], **entry} for row, entry in zip(rows, entries, strict=True)]
+    return [{"id": row.id, **entry} for row, entry in zip(rows, entries, strict=True)]
 
 
 def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
     """Serves until it is interrupted. Raises ValueError if the folder has no reward model of whole responses."""
     if (head := load_head(folder)).kind == "process":
-        raise ValueError(
-            f"{folder} scores steps, which `megarl serve-reward` cannot; use the reward `model` in the run"
-        )
-    device = pick_device(0)
-    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        raise ValueError(f"{folder} scores steps, which a server cannot; use the reward `model` in the run")
+    set_env(**LOOPBACK)
     config = Config.model_validate({"model": {"path": str(folder)}, "train": {"dtype": dtype}})
-    rank = Rank.of(config, Env(), device)
-    reward = model_reward(make_trainer(rank, head=head), head, 1.0, "paragraph", rank.tokenizer)
+    with open_rank(config, Env(), CurrentPhase()) as rank:
+        reward = model_reward(make_trainer(rank, head=head), head, 1.0, "paragraph", rank.tokenizer)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            try:
-                length = int(self.headers.get("Content-Length", -1))
-                if not 0 <= length <= MAX_BYTES:
-                    raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
-                rows = json.loads(self.rfile.read(length))["samples"]
-                status, answer = 200, {"scores": score_rows(reward, rank.tokenizer, rows)}
-            except (IndexError, KeyError, TypeError, ValueError) as error:
-                status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+        class Handler(BaseHTTPRequestHandler):
+            timeout = IDLE_S
 
-    with HTTPServer((host, port), Handler) as listening:
-        print(f"megarl: {folder} is served at {host}:{listening.server_port}/score", flush=True)
-        listening.serve_forever()
+            def do_POST(self) -> None:
+                try:
+                    length = int(self.headers.get("Content-Length", -1))
+                    if not 0 <= length <= MAX_BYTES:
+                        raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
+                    rows = Request.model_validate_json(self.rfile.read(length)).samples
+                    status, answer = 200, {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)}
+                except ValueError as error:  # pydantic's has several lines
+                    status, answer = 400, {"error": " ".join(str(error).split())[:500]}
+                body = dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        try:
+            listener = Listener((host, port), Handler)
+        except OSError as error:
+            raise ValueError(f"--host={host} --port={port} is refused ({error.strerror}); choose others") from None
+        with listener:
+            signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())
+            print(f"megarl: {folder} is served at {host}:{listener.server_port}/score", flush=True)
+            listener.serve_forever()

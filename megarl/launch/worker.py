@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
+from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config
 from megarl.config.validate import ENGINE_COMMANDS
 from megarl.launch import exit_codes
@@ -96,7 +97,8 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhase], None]:
     """Imports only what the command needs: SFT and `check` run without vLLM."""
     name = config.stage if command == "train" else command
-    module = "run_rl" if command in ENGINE_COMMANDS else f"run_{name}"
+    has_engine = name in (*ENGINE_STAGES, *ENGINE_COMMANDS)
+    module = "run_iterative_grpo" if name == "iterative_grpo" else "run_rl" if has_engine else "run_offline"
     return getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
 
 

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.models.shape import LatentSizes, ModelShape
+from megarl.platform.json_text import parse_json
 
 SCALED = ("factor", "original_max_position_embeddings")
 ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
@@ -118,6 +120,17 @@ class ConfigReader:
 
     def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
         return self.error(f"{key}={json.dumps(value)[:80]} is invalid; it must be {wanted}")
+
+
+def read_config(file: Path) -> ConfigReader:
+    """Reads a JSON object; one that does not exist is empty. Raises ValueError for anything else."""
+    try:
+        raw = parse_json(file.read_bytes()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); correct it, or choose another model") from None
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{file} contains a {type(raw).__name__}, not an object; choose a Hugging Face model")
+    return ConfigReader(raw, str(file))
 
 
 def read_decoder(

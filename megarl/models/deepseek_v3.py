@@ -8,8 +8,7 @@ from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder, read_latent
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape, Router
+from megarl.models.shape import Family, ModelShape, Router
 from megarl.models.shards import HF, MC, LayerSpec, Replicated, Rule, ShardDim0, ShardDim1, Stack, Table
 
 

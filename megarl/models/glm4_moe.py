@@ -7,8 +7,7 @@ from typing import Any
 
 from megarl.models import blocks, deepseek_v3
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape
+from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import LayerSpec, Table
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face hub ids as `model.path`.
+"""Hugging Face hub ids as `model.path`, and as other models with `@revision` (`teacher.model: org/name@v1`).
 
 id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: all that a check or a plan needs
 id, commit   --download(WEIGHTS)-> the same folder, now with *.safetensors
@@ -27,8 +27,16 @@ def is_hub_id(path: str) -> bool:
     return not _expanded(path).is_dir() and HUB_ID.fullmatch(path) is not None
 
 
-def model_folder(path: str, revision: str | None) -> Path:
+def split_revision(path: str) -> tuple[str, str | None]:
+    """Splits `id@revision`; the path of a folder is returned as it is."""
+    name, _, revision = path.partition("@")
+    return (name, revision or None) if is_hub_id(name) and not _expanded(path).is_dir() else (path, None)
+
+
+def model_folder(path: str, revision: str | None = None) -> Path:
     """Returns the folder `path`, or that of a hub id in the cache, if `download` was called for it."""
+    if revision is None:
+        path, revision = split_revision(path)
     if is_hub_id(path):
         from huggingface_hub import try_to_load_from_cache
 
@@ -42,18 +50,19 @@ def _expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves the name of an unknown user as it is
 
 
-def download(path: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def download(path: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
     """Downloads the top-level files of a hub id that match `patterns`; returns their folder, named by the commit.
 
-    Raises ValueError with the value and the remedy.
+    Raises ValueError with the remedy and `where`, the setting with its value.
     """
-    repository = Repository("model", path, revision, f"model.path={path}", "model.revision")
+    revision_key = "model.revision" if where.startswith("model.path") else "its part after @"
+    repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path={path} has no config.json on the hub; choose a model in Hugging Face format")
+        raise ValueError(f"{where} has no config.json on the hub; choose a model in Hugging Face format")
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
         raise ValueError(
-            f"model.path={path} has no *.safetensors on the hub, and .bin and .gguf files are not read; choose a "
-            "repository or a model.revision with safetensors"
+            f"{where} has no *.safetensors on the hub, and .bin and .gguf files are not read; choose a repository or "
+            "a revision with safetensors"
         )
     return folder

@@ -7,8 +7,7 @@ from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape
+from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import LayerSpec, Table
 
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")

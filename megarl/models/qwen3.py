@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape
+from megarl.models.shape import Family, ModelShape
 
 
 def read(config: ConfigReader) -> ModelShape:

@@ -7,8 +7,7 @@ from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape, Router
+from megarl.models.shape import Family, ModelShape, Router
 
 
 def read(config: ConfigReader) -> ModelShape:

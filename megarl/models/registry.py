@@ -1,22 +1,21 @@
 """The families by `model_type`, and the functions that return a model's shape and table.
 
-A family is one file and one line in MODULES; `bridge.py` reads any other `model_type`.
+A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other `model_type`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megarl.models.bridge import read_bridged
-from megarl.models.config_json import ConfigReader
-from megarl.models.family import Family
+from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
 from megarl.models.headers import header_shapes
-from megarl.models.shape import ModelShape
+from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import LayerSpec, Table, shapes_of
-from megarl.platform.json_text import parse_json
+from megarl.platform.env import is_installed
 
 MODULES = (
     "llama",
@@ -29,6 +28,10 @@ MODULES = (
     "gpt_oss",
 )
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
+REFUSED = (  # without a table: keys that change the logits, which megarl's own head computes, and of multimodal models
+    "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
+    "text_config", "vision_config", "audio_config", "is_encoder_decoder",
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
     name: family for module in MODULES for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
 }
@@ -42,29 +45,54 @@ def read_model(path: str | Path) -> ModelShape:
         problem = "has no config.json" if folder.is_dir() else "is not a directory"
         remedy = "set it to the folder of a Hugging Face model, or to an id on the hub such as Qwen/Qwen3-8B"
         raise FileNotFoundError(f"model.path={path} {problem}; {remedy}")
-    try:
-        raw = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); correct it, or choose another model") from None
-    return parse_model(raw, str(file), folder)
+    return parse_model(read_config(file).raw, str(file), folder)
 
 
-def parse_model(raw: Any, where: str, folder: Path | None = None) -> ModelShape:
+def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
     """Returns the shape that a parsed config.json describes; errors refer to the file as `where`.
 
     A family without a table needs the model's `folder`.
     """
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"{where} contains a {type(raw).__name__}, not an object; choose a Hugging Face model")
     config = ConfigReader(raw, where)
-    if config.family in FAMILIES:
-        shape = FAMILIES[config.family].read(config)
-    else:
-        shape = read_bridged(config, folder, ", ".join(FAMILIES))
+    shape = FAMILIES[config.family].read(config) if config.family in FAMILIES else _read_bridged(config, folder)
     if (count := (shape.layers + shape.mtp_layers) * max(1, shape.experts)) > MAX_EXPERTS:
         sizes = f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and {shape.experts} experts"
         raise config.error(f"{sizes} a layer are {count} in all, and at most {MAX_EXPERTS} are supported")
     return shape
+
+
+def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
+    """The sizes of a family that Megatron-Bridge builds and converts. Raises ValueError if it cannot do so here."""
+    raw, family = config.raw, config.raw.get("model_type")
+    packages = ("megatron.bridge", "transformer_engine")
+    if missing := [name for name in packages if folder is None or not is_installed(name)]:
+        lacking = f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
+        raise config.error(
+            f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a table "
+            "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
+        )
+    config.only_unquantised()
+    for key in REFUSED:
+        if (value := raw.get(key)) and (value is True or value != 1):  # a scale of 1 changes nothing
+            raise config.error(
+                f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without a table must be a "
+                "text model whose logits are the last hidden state times the output layer"
+            )
+
+    def first(*keys: str) -> int:
+        return next((config.count(key) for key in keys if raw.get(key) is not None), 0)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return ModelShape(
+        **read_sizes(config, latent=read_latent(config) if raw.get("kv_lora_rank") else None),
+        rms_eps=0.0,  # Bridge reads this and the next itself
+        rope_theta=0.0,
+        experts=experts,
+        experts_per_token=first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,
+        moe_intermediate=first("moe_intermediate_size", "intermediate_size") if experts else 0,
+        mtp_layers=first("num_nextn_predict_layers", "num_mtp_layers"),
+        bridge=folder,
+    )
 
 
 def megatron_table(shape: ModelShape, *, spec: LayerSpec, padded_vocab: int) -> Table:

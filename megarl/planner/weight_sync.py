@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config.model_checks import check_model
 from megarl.config.schema import Config
-from megarl.config.sizes import check_model
 from megarl.config.validate import model_shape
 from megarl.layout import smallest_world
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab

@@ -35,11 +35,10 @@ class Patch:
     where: str
     replacement: Any  # for a method: a function of the object and the arguments
     upstream: str  # what Megatron-Core uses it for
-    versions: str  # of megatron-core that need it
+    versions: str = "0.16.1, 0.19.2"  # of megatron-core that need it
 
 
 _CPU = torch.device("cpu")
-_ALL = "0.16.1, 0.19.2"
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -172,40 +171,40 @@ _FACTORIES = (
 
 PATCHES: tuple[Patch, ...] = (
     # Devices
-    Patch("torch.cuda.current_device", lambda: _CPU, "names the device of every buffer", _ALL),
-    Patch("torch.cuda.device_count", lambda: 1, "bounds the local rank", _ALL),
-    Patch("torch.cuda.set_device", _nothing, "selects the GPU", _ALL),
-    Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state", _ALL),
-    Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator", _ALL),
-    Patch("torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues calls until CUDA starts", _ALL),
-    Patch(".cuda()", lambda tensor, *_, **_kwargs: tensor, "moves rotary embeddings (context parallelism)", _ALL),
-    Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names", _ALL),
-    *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"', _ALL) for name in _FACTORIES),
+    Patch("torch.cuda.current_device", lambda: _CPU, "names the device of every buffer"),
+    Patch("torch.cuda.device_count", lambda: 1, "bounds the local rank"),
+    Patch("torch.cuda.set_device", _nothing, "selects the GPU"),
+    Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state"),
+    Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator"),
+    Patch("torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues calls until CUDA starts"),
+    Patch(".cuda()", lambda tensor, *_, **_kwargs: tensor, "moves rotary embeddings (context parallelism)"),
+    Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names"),
+    *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"') for name in _FACTORIES),
     # Randomness
-    Patch("torch.cuda.get_rng_state", _get_rng_state, "the model-parallel random state is the GPU's", _ALL),
-    Patch("torch.cuda.set_rng_state", _set_rng_state, "as above", _ALL),
-    Patch("torch.cuda.random.get_rng_state", _get_rng_state, "as above", _ALL),
-    Patch("torch.cuda.random.set_rng_state", _set_rng_state, "as above", _ALL),
-    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "as above", _ALL),
-    Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above", _ALL),
+    Patch("torch.cuda.get_rng_state", _get_rng_state, "the model-parallel random state is the GPU's"),
+    Patch("torch.cuda.set_rng_state", _set_rng_state, "as above"),
+    Patch("torch.cuda.random.get_rng_state", _get_rng_state, "as above"),
+    Patch("torch.cuda.random.set_rng_state", _set_rng_state, "as above"),
+    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "as above"),
+    Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above"),
     # Order of execution
-    Patch("torch.cuda.Stream", _Stream, "side streams for communication and offload", _ALL),
-    Patch("torch.cuda.Event", _Stream, "orders streams", _ALL),
-    Patch("torch.cuda.stream", lambda _stream: _Stream(), "enters a side stream", _ALL),
-    Patch("torch.cuda.current_stream", _Stream, "waits for side streams", _ALL),
-    Patch("torch.cuda.default_stream", _Stream, "as above", _ALL),
-    Patch("torch.cuda.synchronize", _nothing, "waits for the GPU", _ALL),
+    Patch("torch.cuda.Stream", _Stream, "side streams for communication and offload"),
+    Patch("torch.cuda.Event", _Stream, "orders streams"),
+    Patch("torch.cuda.stream", lambda _stream: _Stream(), "enters a side stream"),
+    Patch("torch.cuda.current_stream", _Stream, "waits for side streams"),
+    Patch("torch.cuda.default_stream", _Stream, "as above"),
+    Patch("torch.cuda.synchronize", _nothing, "waits for the GPU"),
     Patch("torch.cuda.is_current_stream_capturing", lambda: False, "checks for CUDA graph capture", "0.19.2"),
-    Patch("torch.cuda.empty_cache", _nothing, "frees cached blocks", _ALL),
-    Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory", _ALL),
-    Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges", _ALL),
-    Patch("torch.cuda.nvtx.range_pop", _nothing, "as above", _ALL),
+    Patch("torch.cuda.empty_cache", _nothing, "frees cached blocks"),
+    Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory"),
+    Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges"),
+    Patch("torch.cuda.nvtx.range_pop", _nothing, "as above"),
     # Compilation: takes longer than small functions take to run, and inductor needs a C++ compiler
-    Patch("torch.compile", _no_compile, "compiles its fused pointwise functions", _ALL),
+    Patch("torch.compile", _no_compile, "compiles its fused pointwise functions"),
     # gloo
-    Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays", _ALL),
-    Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them", _ALL),
-    Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above", _ALL),
+    Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays"),
+    Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them"),
+    Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above"),
     # Names that need Transformer Engine
     Patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, "is undefined without it", "0.16.1"),
     Patch(

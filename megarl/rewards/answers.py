@@ -33,18 +33,14 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     if place == "auto":
         place = "tag" if "<answer>" in text else "boxed" if BOXED in text else "whole"
     if place == "tag":
-        return _tagged(text)
+        start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+        return None if start < 0 else text[start + len("<answer>") : text.index("</answer>", start)].strip()
     if place == "boxed":
         return _boxed(text)
     if place == "last_number":
         number = deque(NUMBER.finditer(text), maxlen=1)
         return number[0][0].replace(",", "") if number else None
     return text.rpartition("\n")[2].strip() or None if place == "last_line" else text
-
-
-def _tagged(text: str) -> str | None:
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    return None if start < 0 else text[start + len("<answer>") : text.index("</answer>", start)].strip()
 
 
 def _boxed(text: str) -> str | None:

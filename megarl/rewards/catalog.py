@@ -11,16 +11,13 @@ a URL                    --> a server (remote.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 
-from pydantic import BaseModel
-
-from megarl.config.section import Reward, Section
+from megarl.config.section import Reward, Section, did_you_mean
 from megarl.data.tasks import Source
 from megarl.data.user_code import import_function, is_dotted
 from megarl.rewards.code import make_code
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import BatchReward, Decode, ScoreError, parse_options, unknown_option
+from megarl.rewards.interface import BatchReward, Decode, ScoreError, parse_options
 from megarl.rewards.judge import make_judge
 from megarl.rewards.process import Splitter, make_process
 from megarl.rewards.remote import make_remote
@@ -31,16 +28,9 @@ MAX_CHECKED = 1000  # problems of a source
 NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process", "model")
 
 
-class ModelOptions(BaseModel):
-    model_config = Section.model_config
-
+class ModelOptions(Section):
     path: str | None = None  # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
     splitter: Splitter = "paragraph"  # of a process reward model
-
-
-def model_options(reward: Reward) -> ModelOptions:
-    """Raises ValueError if an option is wrong."""
-    return parse_options(ModelOptions, reward)
 
 
 def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
@@ -53,7 +43,7 @@ def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeou
         raise ValueError(f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function")
     for reward in rewards:
         if reward.name == "model":
-            model_options(reward)
+            parse_options(ModelOptions, reward)
     return [_make_reward(reward, decode, timeout_s) for reward in rewards if reward.name != "model"]
 
 
@@ -62,8 +52,7 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     if name in MAKERS:
         return MAKERS[name](reward)
     if name == "accuracy":
-        if unknown := next(iter(reward.options), None):
-            raise unknown_option(name, unknown, [])
+        parse_options(Section, reward)  # it has none
         return BatchReward(name, reward.weight, Accuracy(timeout_s))
     if name == "process":
         return make_process(reward, decode or (lambda tokens: ""))
@@ -73,9 +62,8 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
         score = FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
         return BatchReward(name, reward.weight, score)
-    near = get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}, or write package.module:function"
-    raise ValueError(f"rewards: name={name!r} is unknown; {hint}")
+    remedy = did_you_mean(name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function")
+    raise ValueError(f"rewards: name={name!r} is unknown; {remedy}")
 
 
 def check_problems(rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]) -> Iterator[str]:

@@ -49,16 +49,15 @@ class CodeOptions(Section):
 def make_code(reward: Reward) -> BatchReward:
     """Raises ValueError if an option is wrong, or `sandbox` is strict and this machine cannot enforce a limit."""
     options = parse_options(CodeOptions, reward)
-    missing = missing_limits()
-    reasons = ", ".join(f"{limit}: {reason}" for limit, reason in missing.items())
-    if missing and options.sandbox == "strict":
-        raise ValueError(
-            f"rewards: name='code' runs generated code, but this machine cannot enforce limits: {reasons}; use Linux "
-            ">= 5.13 with Landlock and seccomp (in a container: allow landlock_create_ruleset), or set "
-            "options.sandbox: best_effort if nothing else runs on the machine"
-        )
-    if missing:
-        log.warning("rewards: name='code' runs generated code, but this machine cannot enforce limits: %s", reasons)
+    if missing := missing_limits():
+        reasons = ", ".join(f"{limit}: {reason}" for limit, reason in missing.items())
+        problem = f"rewards: name='code' runs generated code, but this machine cannot enforce limits: {reasons}"
+        if options.sandbox == "strict":
+            raise ValueError(
+                f"{problem}; use Linux >= 5.13 with Landlock and seccomp (in a container: allow "
+                "landlock_create_ruleset), or set options.sandbox: best_effort if nothing else runs on the machine"
+            )
+        log.warning(problem)
     limits = Limits(
         time_s=options.time_s,
         memory_bytes=options.memory_mb << 20,
@@ -150,15 +149,8 @@ class _SampleRun:
         with closing(self._solution(len(tests))) as solution:
             solution.load(self._turn)
             for test in tests:
-                operation = {
-                    "do": "call",
-                    "target": test.name,
-                    "keywords": {},
-                    "with_objects": False,
-                    "in_place": False,
-                }
-                operation["arguments"] = [encode(argument) for argument in test.arguments]
-                reply = solution.call(operation, self._turn())
+                arguments = [encode(argument) for argument in test.arguments]
+                reply = solution.call({"do": "call", "target": test.name, "arguments": arguments}, self._turn())
                 passed = "value" in reply and test.is_passed(reply["value"])
                 yield reply.get("kind") or ("" if passed else "wrong_answer"), reply.get("text", "")
 

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -113,10 +114,9 @@ def _text(value: Any) -> str:
 
 
 def _json(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def same(actual: Any, expected: Any) -> bool:
@@ -140,10 +140,9 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def _big(digits: str) -> int | None:
-    try:
+    with suppress(ValueError):
         return int(digits, 16)
-    except ValueError:
-        return None
+    return None
 
 
 def same_output(actual: str, expected: str) -> bool:
@@ -161,7 +160,6 @@ def _same_word(actual: str, expected: str) -> bool:
 
 
 def _close(actual: float, expected: float) -> bool:
-    try:
+    with suppress(OverflowError):  # an integer too large for a float
         return math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # an integer too large for a float
-        return False
+    return False

@@ -9,14 +9,13 @@ is trained on: the policy failed (its code exceeded the time limit, for example)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megarl.config.schema import Reward
+from megarl.config.section import Reward, did_you_mean
 
 log = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=BaseModel)
@@ -103,7 +102,7 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
 def parse_options(section: type[Options], reward: Reward) -> Options:
     """Validates a reward's options. Raises ValueError with the values and the remedy."""
     if unknown := next((name for name in reward.options if name not in section.model_fields), None):
-        raise unknown_option(reward.name, unknown, list(section.model_fields))
+        raise unknown_option(reward.name, unknown, section.model_fields)
     try:
         return section.model_validate(reward.options)
     except ValidationError as error:
@@ -116,7 +115,6 @@ def parse_options(section: type[Options], reward: Reward) -> Options:
         raise ValueError(f"rewards: name={reward.name!r}, {where}: {allowed}") from None
 
 
-def unknown_option(reward: str, unknown: str, known: Sequence[str]) -> ValueError:
-    near = get_close_matches(unknown, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}; remove it"
-    return ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {hint}")
+def unknown_option(reward: str, unknown: str, known: Iterable[str]) -> ValueError:
+    remedy = did_you_mean(unknown, known, f"it takes {', '.join(known) or 'none'}; remove it")
+    return ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {remedy}")

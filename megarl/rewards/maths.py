@@ -1,15 +1,17 @@
-"""Compares a final answer with a reference, as text, as numbers and as mathematics. Pure text functions, no parser.
+"""Compares a final answer with a reference, as text, as numbers and as mathematics.
 
     equal text or number -> right; not mathematics, or in a form that misleads the parser -> wrong; else parts to verify
 
-math-verify (maths_judge.py, in a process of its own) drops signs it does not know, takes the last value of what it
+math-verify (in a process of its own: megarl.jail.judging) drops signs it does not know, takes the last value of what it
 cannot parse, and reads words as products of letters: 'silent' equals 'listen'. So it is asked about mathematics only.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
+from collections.abc import Callable
 
 MAX_CHARS = 2000  # longer answers are only compared as text
 NUMBER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.([0-9]*))?\.?")
@@ -153,3 +155,27 @@ def _split_equation(text: str) -> list[str]:
         else:
             sides[-1] += piece
     return sides
+
+
+# --- the judge's process ------------------------------------------------------------------------------------------
+
+
+def import_math_verify() -> None:
+    """Imports it, and fills the caches of its parser for the processes that are forked."""
+    verify = make_judge(None)
+    for text in (r"\frac{1}{2}", r"x^2 + \sqrt{3}", "17", r"\{1, 2\}"):
+        verify((text,), text)
+
+
+def make_judge(context: None) -> Callable[[tuple[str, ...], str], float]:
+    """``judge(texts, answer)`` is 1 if all texts equal the answer, else 0."""
+    import math_verify
+
+    # without its own time limits, which need the process's only alarm
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+    def judge(texts: tuple[str, ...], answer: str) -> float:
+        gold, *parsed = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, *texts))
+        return float(all(math_verify.verify(gold, text, timeout_seconds=None) for text in parsed))
+
+    return judge

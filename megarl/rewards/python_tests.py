@@ -71,7 +71,8 @@ def _read(texts: tuple[str, ...], entry: str | None) -> Script:
 
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
     """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
-    functions = {item.name: item for item in body if isinstance(item, ast.FunctionDef) and _is_test(item.name)}
+    functions = {item.name: item for item in body if isinstance(item, ast.FunctionDef)}
+    functions = {name: item for name, item in functions.items() if name == "check" or name.startswith("test_")}
     inlined = {
         name
         for name, item in functions.items()
@@ -100,10 +101,6 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                 for method in (name for name in methods if name.startswith("test")):
                     suite = f"__import__('unittest').TestSuite([{item.name}({method!r})])"
                     yield from ast.parse(f"{suite}.debug()").body
-
-
-def _is_test(name: str) -> bool:
-    return name == "check" or name.startswith("test_")
 
 
 def _function(body: Sequence[ast.stmt], check: ast.FunctionDef, entry: str | None) -> str:

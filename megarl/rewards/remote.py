@@ -14,7 +14,8 @@
 The answer has one entry per sample, matched by id, in any order. `score` is a finite number; for a sample that the
 server cannot score the entry is {"id": ..., "error": "reason"}. For process rewards a sample has `steps`, a list of
 texts, and its entry `steps`, as many numbers. `extra` holds the problem's other fields, if JSON can represent them.
-With the option `tokens: true`, `tokens` are the ids of prompt and response, which `megarl serve-reward` then scores.
+With the option `tokens: true`, `tokens` are the ids of prompt and response, which `megarl serve-reward` then scores;
+the first `prompt_length` are the prompt's.
 
 Certificates of https servers are always verified, against those of the file SSL_CERT_FILE or else of certifi. Proxies
 in the environment are not used. Secrets belong into the variables that `headers_env` names; URLs with one are refused,
@@ -35,7 +36,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -55,6 +56,7 @@ from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreReques
 if TYPE_CHECKING:
     import httpx
 
+Read = Callable[[Any], Any]
 MAX_BYTES = 4 << 20  # size limit of an answer
 CONNECT_S = 10.0
 MAX_PAUSE_S = 60.0
@@ -122,11 +124,11 @@ class HttpClient:
     def total_s(self) -> float:
         return self.options.total_s + CANCEL_S
 
-    def ask(self, payloads: Sequence[Any]) -> list[Any]:
-        """Returns the JSON answers in order, with a ScoreError for each request that failed."""
-        return asyncio.run(self._all(payloads)) if payloads else []
+    def ask(self, payloads: Sequence[Any], reads: Sequence[Read] = ()) -> list[Any]:
+        """Returns the JSON answers in order, or what `reads` make of them; a ScoreError for each failed request."""
+        return asyncio.run(self._all(payloads, reads or [lambda answer: answer] * len(payloads))) if payloads else []
 
-    async def _all(self, payloads: Sequence[Any]) -> list[Any]:
+    async def _all(self, payloads: Sequence[Any], reads: Sequence[Read]) -> list[Any]:
         import httpx  # deferred: configs are checked without it
 
         options = self.options
@@ -137,7 +139,8 @@ class HttpClient:
             timeout=timeout, limits=limits, headers=dict(self.headers), verify=self.certificates, trust_env=False
         )
         async with client:
-            tasks = [asyncio.create_task(self._one(client, slots, payload)) for payload in payloads]
+            jobs = zip(payloads, reads, strict=True)
+            tasks = [asyncio.create_task(self._one(client, slots, *job)) for job in jobs]
             _, late = await asyncio.wait(tasks, timeout=options.total_s)
             for task in late:
                 task.cancel()
@@ -145,10 +148,10 @@ class HttpClient:
         out_of_time = ScoreError("timeout", f"{self.url} did not answer all requests within total_s={options.total_s}")
         return [out_of_time if task in late else task.result() for task in tasks]
 
-    async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, payload: Any) -> Any:
+    async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, payload: Any, read: Read) -> Any:
         async with slots:
             try:
-                return await self._with_retries(client, json.dumps(payload).encode())
+                return read(await self._with_retries(client, json.dumps(payload).encode()))
             except ScoreError as error:
                 return error
             except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
@@ -223,16 +226,16 @@ def request_row(request: ScoreRequest, *, tokens: bool = False) -> dict[str, Any
     """Returns a request as a JSON object, without the problem's fields that JSON cannot represent."""
     fields = ("id", "prompt", "response", "answer", "finish")
     extra = {str(key): value for key, value in request.extra.items() if _is_json(value)}
-    ids = {"tokens": [*request.prompt_tokens, *request.tokens]} if tokens else {}
+    ids = {"tokens": [*request.prompt_tokens, *request.tokens], "prompt_length": len(request.prompt_tokens)}
+    ids = ids if tokens else {}
     return {**{name: getattr(request, name) for name in fields}, "extra": extra, **ids}
 
 
 def _is_json(value: Any) -> bool:
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str) -> dict[str, Any]:
@@ -279,12 +282,8 @@ def make_remote(reward: Reward) -> BatchReward:
     client = HttpClient.of(reward.name, options, reward=reward.name)
 
     def score(requests: Sequence[ScoreRequest]) -> list[Score]:
-        values = score_batches(
-            client,
-            [request_row(request, tokens=options.tokens) for request in requests],
-            options.batch_size,
-            key="score",
-        )
+        rows = [request_row(request, tokens=options.tokens) for request in requests]
+        values = score_batches(client, rows, options.batch_size, key="score")
         return [try_score(lambda value: Score(finite_number(value, client.url)), value) for value in values]
 
     return BatchReward(reward.name, reward.weight, score, client.total_s)

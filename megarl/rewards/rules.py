@@ -16,7 +16,7 @@ from megarl.rewards.interface import Score, ScoreRequest, try_score
 from megarl.rewards.maths import compare
 from megarl.rewards.time_limit import call_with_time_limit
 
-MATHS = JudgePool.of("megarl.rewards.maths_judge:make_judge", "megarl.rewards.maths_judge:import_math_verify")
+MATHS = JudgePool.of("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
 
 
 @dataclass(frozen=True, slots=True)

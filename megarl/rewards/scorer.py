@@ -138,7 +138,18 @@ class Scoring:
     def _decode(self, sample: Sample) -> tuple[Sample, ScoreRequest]:
         if self._scorer.decode is not None:
             sample = replace(sample, text=self._scorer.decode(sample.tokens[sample.trainable].tolist()))
-        return sample, _request(self._prompts[sample.prompt_id], sample, self._scorer.answer)
+        prompt = self._prompts[sample.prompt_id]
+        return sample, ScoreRequest(
+            id=f"{sample.prompt_id}/{sample.index}",
+            prompt=prompt.text,
+            response=sample.text,
+            answer=prompt.answer,
+            final_answer=extract_answer(sample.text, self._scorer.answer),
+            tokens=tuple(sample.tokens[sample.trainable].tolist()),
+            prompt_tokens=tuple(prompt.tokens),
+            finish=sample.finish,
+            extra=prompt.extra,
+        )
 
 
 class _Worker:
@@ -178,17 +189,3 @@ def _check_reachable(name: str, scores: Sequence[Score]) -> None:
             f"the reward {redact(name)} is gone: {redact(scores[0].detail)}; start its server again, and the same "
             "command resumes"
         )
-
-
-def _request(prompt: Prompt, sample: Sample, place: AnswerPlace) -> ScoreRequest:
-    return ScoreRequest(
-        id=f"{sample.prompt_id}/{sample.index}",
-        prompt=prompt.text,
-        response=sample.text,
-        answer=prompt.answer,
-        final_answer=extract_answer(sample.text, place),
-        tokens=tuple(sample.tokens[sample.trainable].tolist()),
-        prompt_tokens=tuple(prompt.tokens),
-        finish=sample.finish,
-        extra=prompt.extra,
-    )

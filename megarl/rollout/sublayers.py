@@ -6,10 +6,10 @@ embedding, layers.<n>.input_norm, .attention, .mlp_norm, .mlp, ..., final_norm
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 PARTS = {
@@ -36,22 +36,15 @@ def record_states(modules: Mapping[str, nn.Module], projection_HP: Tensor | None
     """Yields the outputs of each call, [tokens, P], or [tokens, H] without a projection, on the CPU."""
     kept: dict[str, list[Tensor]] = {name: [] for name in modules}
 
-    def attach(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def hook(_module: nn.Module, _inputs: object, output: Any) -> None:
-            x_QH: Tensor = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
-            # copied at once: the next fused norm overwrites it
-            kept[name].append(
-                x_QH.to("cpu", copy=True) if projection_HP is None else x_QH.cpu().double() @ projection_HP
-            )
+    def keep(outputs: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
+        x_QH: Tensor = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+        # copied at once: the next fused norm overwrites it
+        outputs.append(x_QH.to("cpu", copy=True) if projection_HP is None else x_QH.cpu().double() @ projection_HP)
 
-        return module.register_forward_hook(hook)
-
-    hooks = [attach(name, module) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(keep, kept[name])))
         yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 
@@ -39,9 +39,8 @@ class DpoLearner:
         with self.span("update"):
             plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train, units=batch.group.tolist())
             loss, weights_T = partial(dpo_losses, batch, reference_N, self.options), pair_weights(batch, plan)
-            updates = tuple(self.trainer.step(batch, update, loss, weights_T) for update in plan.updates())
-            self.trainer.finish_batch()
-        return StepReport(updates, {"packing/efficiency": plan.efficiency, "pairs": len(batch.pairs)})
+            report = self.trainer.train_on(batch, plan, loss, weights_T)
+        return replace(report, metrics={**report.metrics, "pairs": len(batch.pairs)})
 
     def accuracy(self, batch: PreferenceBatch) -> dict[str, float]:
         """Returns, as the mean over prompts, the share of pairs with the higher reward for the better response."""
@@ -63,6 +62,5 @@ class DpoLearner:
         return torch.tensor([self.known[key] for key in keys], dtype=torch.float64)
 
     def _logprobs(self, batch: PreferenceBatch) -> Tensor:
-        logprobs_T = self.trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
+        logprobs_T = self.trainer.logprobs(batch)
         return response_logprobs(logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages)

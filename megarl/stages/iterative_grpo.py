@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megarl.config.iterative import RewardModelUpdates
-from megarl.data.replay import Ranking, Replay, ranking_batch, rankings
+from megarl.config.section import RewardModelUpdates
+from megarl.data.preferences import Ranking, Replay, ranking_batch, rankings
 from megarl.roles import Prompts, Rollouts
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train
@@ -52,34 +52,28 @@ class RewardModelTraining:
         self.add({f"reward_model/{name}": value for name, value in metrics.items()})
 
 
-@dataclass
-class IterativeRun:
-    """The parts of a run. `rl.start` is the number of steps already done, `rl.steps` the last one of all iterations."""
-
-    rl: RlRun
-    steps: int  # of the policy in an iteration
-    reset_reference: Callable[[], None]  # if it does not stay; offloads the policy
-    reward_model: RewardModelTraining | None  # None: it stays
-
-
-def iterative_grpo(run: IterativeRun) -> None:
-    rl, last = run.rl, run.rl.steps
-    for first in range(rl.start - rl.start % run.steps, last, run.steps):
+def iterative_grpo(
+    rl: RlRun,  # `start` is the number of steps already done, `steps` the last one of all iterations
+    steps: int,  # of the policy in an iteration
+    reset_reference: Callable[[], None],  # if it does not stay; offloads the policy
+    reward_model: RewardModelTraining | None,  # None: it stays
+) -> None:
+    for first in range(rl.start - rl.start % steps, rl.steps, steps):
         if rl.start == first:  # else the run has resumed within the iteration
-            begin_iteration(run)
-        rl.steps = first + run.steps
+            begin_iteration(rl, reset_reference, reward_model)
+        rl.steps = first + steps
         train(rl)
         rl.start = rl.steps
 
 
-def begin_iteration(run: IterativeRun) -> None:
-    rl, step = run.rl, run.rl.start
+def begin_iteration(rl: RlRun, reset_reference: Callable[[], None], reward_model: RewardModelTraining | None) -> None:
+    step = rl.start
     rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
     with rl.phases.sync():
         rl.weights.publish(version=step)
     with rl.phases.rollout():
-        fresh = run.reward_model.sample(rl.prompts, step) if run.reward_model else []
+        fresh = reward_model.sample(rl.prompts, step) if reward_model else []
     with rl.phases.train():
-        run.reset_reference()
-        if run.reward_model:
-            run.reward_model.train(fresh, step)
+        reset_reference()
+        if reward_model:
+            reward_model.train(fresh, step)

@@ -21,7 +21,7 @@ from megarl.algorithms.reward_model import ranked_right, ranking_losses, step_lo
 from megarl.data.packing import plan_microbatches
 from megarl.trainer.heads import RewardHead
 from megarl.trainer.trainer import Trainer
-from megarl.types import Loss, MicrobatchPlan, PreferenceBatch, StepBatch, StepReport, TokenBatch
+from megarl.types import PreferenceBatch, StepBatch, StepReport
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rankings:
         """Makes the updates of one batch: the mean over all pairs of an update, whatever its micro-batches."""
         plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train, units=batch.group.tolist())
         loss = partial(ranking_losses, batch, self.head.scores, self.centre)
-        return _update(self.trainer, batch, plan, loss, pair_weights(batch, plan, by_prompt=self.by_prompt))
+        return self.trainer.train_on(batch, plan, loss, pair_weights(batch, plan, by_prompt=self.by_prompt))
 
     def right(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
         """([P]: the pair is ranked right, 0.5 for a tie; [P]: its prompt)."""
@@ -54,7 +54,7 @@ class Steps:
     def update(self, batch: StepBatch) -> StepReport:
         """Makes the updates of one batch: the mean over all steps of an update."""
         plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
-        return _update(self.trainer, batch, plan, partial(step_losses, batch), loss_weights(batch, plan))
+        return self.trainer.train_on(batch, plan, partial(step_losses, batch), loss_weights(batch, plan))
 
     def right(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """([steps]: the step is judged right, [steps]: its row)."""
@@ -62,12 +62,6 @@ class Steps:
         assert scores_T is not None
         row_T = row_T.repeat_interleave(batch.cu_seqlens.diff())
         return ((scores_T > 0) == batch.is_right)[batch.mask], row_T[batch.mask]
-
-
-def _update(trainer: Trainer, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> StepReport:
-    updates = tuple(trainer.step(batch, update, loss, weights_T) for update in plan.updates())
-    trainer.finish_batch()
-    return StepReport(updates, {"packing/efficiency": plan.efficiency})
 
 
 def held_out_accuracy(model: Rankings | Steps, batch: Any) -> Mapping[str, float]:

@@ -46,9 +46,8 @@ def train(run: RlRun) -> None:
             with run.phases.train():
                 scores = run.learner.score(batch)  # what the objective needs before the update
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
-                update = run.learner.update(
-                    scored, gate=run.checks.parity
-                )  # the gate acts before the first optimizer step
+                # the gate acts before the first optimizer step
+                update = run.learner.update(scored, gate=run.checks.parity)
                 run.state = run.objective.after_updates(scored, update, run.state)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state)

@@ -38,9 +38,7 @@ class Sft:
 
     def learn(self, batch: TokenBatch) -> StepReport:
         with self.run.telemetry.span("logprobs"):
-            logprobs_T = self.trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
-        accuracy = sampled_accuracy(batch, logprobs_T)
+            accuracy = sampled_accuracy(batch, self.trainer.logprobs(batch))
         with self.run.telemetry.span("update"):
             report = train_supervised(self.trainer, batch)
         report = replace(report, metrics={**report.metrics, "accuracy/sampled": accuracy})
@@ -59,18 +57,13 @@ class Sft:
 
 def mean_loss(trainer: Trainer, batch: TokenBatch) -> float:
     """Returns the cross-entropy of a learned token, in nats."""
-    logprobs_T = trainer.forward(batch).logprobs_T
-    assert logprobs_T is not None
-    return -float(logprobs_T[batch.mask].double().mean())
+    return -float(trainer.logprobs(batch)[batch.mask].double().mean())
 
 
 def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
     """Makes the updates of one batch of answers: cross-entropy, averaged over the tokens of each update."""
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    weights_T = loss_weights(batch, plan)
-    updates = tuple(trainer.step(batch, update, supervised_loss, weights_T) for update in plan.updates())
-    trainer.finish_batch()
-    return StepReport(updates, {"packing/efficiency": plan.efficiency})
+    return trainer.train_on(batch, plan, supervised_loss, loss_weights(batch, plan))
 
 
 def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:

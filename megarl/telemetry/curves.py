@@ -41,7 +41,7 @@ PANELS: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("gradient norm", {"grad_norm": "gradient norm"}, "linear"),
     ("log-prob difference, trainer and engine", {"logprob_diff/mean": "mean", "logprob_diff/max": "max"}, "log"),
     ("KL divergence", {"kl/ref": "from the reference", "kl/rollout": "from the engine"}, "linear"),
-    ("KL from the teacher", {"kl/teacher": "on the samples"}, "linear"),
+    ("KL from the teacher", {"kl/teacher": "on the samples", "kl/teacher_top_k": "of each token"}, "linear"),
     ("response length, tokens", {"length/mean": "mean"}, "linear"),
     ("loss", {"loss": "loss", "value/loss": "of the critic", "eval/loss": "held out"}, "linear"),
     ("critic: explained variance", {"value/explained_variance": "explained variance"}, "linear"),

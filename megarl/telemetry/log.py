@@ -11,25 +11,39 @@ Rank 0 writes. The other ranks use `Silent`, which has the same methods, so that
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.roles import Record
 from megarl.telemetry.gpus import open_gpus
 from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, update_metrics
-from megarl.telemetry.progress import ProgressDisplay
 from megarl.telemetry.sample_files import SampleWriter
-from megarl.telemetry.timeline import Timeline
 from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
 
 # time/<key> is the span of that name, or else that of the phase
 TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "save": None, "publish": "sync"}
+
+# metric, label, format
+SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("reward/accuracy/mean", "accuracy", "{:.3f}"),
+    ("accuracy/sampled", "accuracy", "{:.3f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("logprob_diff/max", "log-prob diff", "{:.1e}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+)
 
 
 class Silent:
@@ -49,6 +63,93 @@ class Silent:
 
     def close(self) -> None:
         return
+
+
+class Timeline:
+    """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after every flush.
+
+    `seconds` totals the spans of each name since the last `clear`; `flush` appends finished spans to the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._events, self._is_empty = [], True
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._out = file.open("w+", encoding="utf-8")
+        self._out.write("[\n]")
+        self._out.flush()
+        self._origin = time.perf_counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begin
+            self.seconds[name] += took
+            start_us, took_us = round((begin - self._origin) * 1e6, 1), round(took * 1e6, 1)
+            self._events.append({"name": name, "ph": "X", "ts": start_us, "dur": took_us, "pid": 0, "tid": 0})
+
+    def clear(self) -> None:
+        self.seconds.clear()
+
+    def flush(self) -> None:
+        if not self._events:
+            return
+        self._out.seek(self._out.seek(0, 2) - len("\n]"))  # overwrite the closing bracket
+        lead = "\n" if self._is_empty else ",\n"
+        self._out.write(lead + ",\n".join(map(json.dumps, self._events)) + "\n]")
+        self._out.flush()
+        self._events, self._is_empty = [], False
+
+    def close(self) -> None:
+        self.flush()
+        self._out.close()
+
+
+def brief(metrics: Mapping[str, Any]) -> str:
+    """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
+    has_reward = metrics.get("reward/mean") is not None
+    parts = []
+    for key, name, style in SHOWN:
+        value = metrics.get(key)
+        if isinstance(value, int | float) and not (name == "loss" and has_reward):
+            parts.append(f"{name} {style.format(value)}")
+    return "  ".join(parts)
+
+
+class ProgressDisplay:
+    """Shows each finished step, as a bar or a line, and the remaining time, estimated from recent steps."""
+
+    def __init__(self, *, steps: int, start: int, name: str, interactive: bool) -> None:
+        self._steps, self._start, self._name = steps, start, name
+        self._pace_s: float | None = None  # of a step, smoothed
+        self._last = time.monotonic()
+        self._bar: Progress | None = None
+        if interactive:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(), transient=False)
+            self._task = self._bar.add_task(name, total=steps, completed=start, text="starting")
+            self._bar.start()
+
+    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        took, self._last = now - self._last, now
+        if step > self._start:  # the first step includes warm-up
+            self._pace_s = took if self._pace_s is None else 0.9 * self._pace_s + 0.1 * took
+        text = brief(metrics)
+        if self._pace_s is not None and (left := self._steps - step - 1):
+            minutes, seconds = divmod(round(self._pace_s * left), 60)
+            text += f"  {minutes}m{seconds:02d}s left" if minutes else f"  {seconds}s left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, text=text)
+        else:
+            print(f"{self._name} {step + 1:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
 
 class Telemetry:
@@ -130,21 +231,3 @@ class Telemetry:
         seconds = self._timeline.seconds
         times = {f"time/{key}": seconds.get(key, seconds.get(phase)) for key, phase in TIMES.items()}
         return {"time/step": took} | {key: value for key, value in times.items() if value is not None}
-
-
-def open_telemetry(
-    config: Config,
-    *,
-    rank: int,
-    start: int,
-    interactive: bool,
-    facts: Mapping[str, Any],
-    gpu_uuids: Sequence[str] = (),
-) -> Telemetry | Silent:
-    """The telemetry of one rank of a run that starts at step `start`; close it at the end of the run.
-
-    Rank 0 monitors the GPUs with `gpu_uuids`.
-    """
-    if rank:
-        return Silent()
-    return Telemetry(config, start=start, interactive=interactive, facts=facts, gpu_uuids=gpu_uuids)

@@ -142,13 +142,11 @@ def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not all(_is(row.get(key), kind) for key, kind in types.items()):
+    if not isinstance(row, dict) or any(type(row.get(key)) is not kind for key, kind in types.items()):
+        return None  # True is not an int here
+    if any(kind is int and not 0 <= row[key] <= MAX_INT for key, kind in types.items()):
         return None
     return {key: _finite(value) for key, value in row.items()}
-
-
-def _is(value: Any, kind: type) -> bool:
-    return type(value) is kind and (kind is not int or 0 <= value <= MAX_INT)  # True is not an int here
 
 
 def json_line(values: Mapping[str, Any]) -> str:

@@ -54,8 +54,8 @@ def write_report(folder: Path) -> Path:
     parts += [*_sample_sections(folder), *_weights(folder)]
     peaks = {key.split("/")[1]: key for row in rows for key in row if key.endswith("/peak_gb")}
     if peaks:
-        most = [[_format(max(_number(row.get(key)) or 0.0 for row in rows))] for key in peaks.values()]
-        parts += ["<h2>Peak memory</h2>", _table(("phase", "GB"), [[n, *m] for n, m in zip(peaks, most, strict=True)])]
+        most = [(phase, _format(max(_number(row.get(key)) or 0.0 for row in rows))) for phase, key in peaks.items()]
+        parts += ["<h2>Peak memory</h2>", _table(("phase", "GB"), most)]
     ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
     if (config := folder / "config.yaml").is_file():

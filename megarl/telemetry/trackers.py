@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, Telemetry
@@ -24,13 +24,6 @@ from megarl.platform.env import get_env, is_installed, redact
 from megarl.telemetry.metrics import read_metrics
 
 UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
-
-
-class Tracker(Protocol):
-    """Receives the metrics of each step. A step without `is_complete` is completed by a later call."""
-
-    def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None: ...
-    def close(self) -> None: ...
 
 
 def check_trackers(telemetry: Telemetry) -> None:
@@ -62,19 +55,19 @@ class Trackers:
 
     def __init__(self, config: Config, *, start: int) -> None:
         folder, telemetry = run_dir(config), config.telemetry
-        makers: dict[str, Callable[[], Tracker]] = {}
+        makers: dict[str, Callable[[], TensorBoard | WandB]] = {}
         if telemetry.tensorboard:
             makers["TensorBoard"] = partial(TensorBoard, folder, start=start)
         if telemetry.wandb:
             values = config.model_dump(mode="json")
             makers["Weights & Biases"] = partial(WandB, telemetry.wandb, folder, values, start=start)
-        self._running: dict[str, Tracker] = {}
+        self._running: dict[str, TensorBoard | WandB] = {}
         for name, make in makers.items():
             with self._dropped_on_failure(name):
                 self._running[name] = make()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
-        """Passes on the finite numbers; booleans are 0 and 1."""
+        """Passes on the finite numbers; booleans are 0 and 1. A later call completes a step without `is_complete`."""
         numbers = _numbers(metrics)
         for name, tracker in list(self._running.items()):
             with self._dropped_on_failure(name):

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms.critic import value_loss, value_metrics
+from megarl.algorithms.critic import value_losses, value_metrics
 from megarl.algorithms.objective import loss_weights
 from megarl.config.schema import Critic
 from megarl.roles import Gate
 from megarl.trainer.heads import RewardHead, ValueHead
 from megarl.trainer.learner import PolicyLearner, batch_plans
-from megarl.trainer.offload import Memories
 from megarl.trainer.trainer import Trainer
 from megarl.types import ScoredBatch, StepReport, TokenBatch, TokenScores, TrainBatch, UpdateReport
 
@@ -45,8 +45,8 @@ class ActorCritic:
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "values" and "critic"
 
     @property
-    def memory(self) -> Memories:
-        return Memories(self.actor.trainer.memory, self.critic.memory)
+    def trainers(self) -> list[Trainer]:
+        return [self.actor.trainer, self.critic]
 
     def timed(self, span: Callable[[str], AbstractContextManager[Any]]) -> ActorCritic:
         return replace(self, actor=self.actor.timed(span), span=span)
@@ -78,13 +78,13 @@ class ActorCritic:
     def _hold(self, batch: ScoredBatch, gate: Gate | None) -> StepReport:
         """The gate judges the policy as before an update; its schedule advances, so that it counts steps."""
         if gate is not None and batch.old_logprobs is None:
-            batch = replace(batch, old_logprobs=self.actor.logprobs(batch))
+            batch = replace(batch, old_logprobs=self.actor.trainer.logprobs(batch))
         metrics = {} if gate is None else dict(gate(batch))
         self.actor.trainer.finish_batch()
         return StepReport((), metrics)
 
     def _update_critic(self, batch: ScoredBatch) -> list[UpdateReport]:
-        loss, updates = value_loss(batch, clip=self.settings.clip), list[UpdateReport]()
+        loss, updates = partial(value_losses, batch, self.settings.clip), list[UpdateReport]()
         for plan in batch_plans(batch, self.critic, self.actor.seed):
             weights_T = loss_weights(batch, plan)
             updates += [self.critic.step(batch, part, loss, weights_T) for part in plan.updates()]

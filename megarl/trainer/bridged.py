@@ -20,18 +20,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from torch import Tensor
 
+from megarl.checkpoint.writer import all_ranks
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
+from megarl.models.shards import ShardSlice
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
 from megarl.trainer.model import local_tensors, patch_chunk
-from megarl.weights.index_tensors import REMEDY, IndexTensors, SliceRecorder
+from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
 from megarl.weights.placements import SlicesByRank
 
 PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
@@ -102,7 +103,7 @@ class Bridged:
 
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store. Call it on every rank."""
-        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep).slices
+        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
         parameters, fp32 = local_tensors(chunks), fp32_tensors(self.shape)
         for part in slices:
             expected = torch.float32 if part.name in fp32 else self.provider.params_dtype
@@ -110,9 +111,7 @@ class Bridged:
                 raise ValueError(
                     f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, not {expected}; {REMEDY}"
                 )
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, slices)
-        return by_rank
+        return all_ranks(slices)
 
 
 def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> Iterator[tuple[str, Any]]:
@@ -160,13 +159,13 @@ def _is_moe(config: Any, layer: int) -> bool:
 @torch.no_grad()
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
-) -> SliceRecorder:
-    """Records the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
+) -> list[ShardSlice]:
+    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
 
     `experts` is the axis over which experts are split. Call it on every rank that shares tensors. Raises ValueError
     naming the tensor and the parameter if the conversion does more than copy elements.
     """
-    registry, recorder = bridge.mapping_registry(), SliceRecorder()
+    registry, slices = bridge.mapping_registry(), []
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
         for name, tensor in local_tensors([chunk]).items():
@@ -176,8 +175,8 @@ def record(
                     f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is config.json from another model?"
                 )
             converted = _convert(name, tensor, chunk, bridge, mapping, shapes)
-            recorder.add(prefix + name, *converted, padded=name in (EMBEDDING, OUTPUT))
-    return recorder
+            slices += moved_slices(prefix + name, *converted, padded=name in (EMBEDDING, OUTPUT))
+    return slices
 
 
 def _convert(

@@ -8,6 +8,7 @@ Outputs are gathered over the context ranks, so a loss sees whole rows on each o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -79,13 +80,13 @@ def _read(
     if model.config.sequence_parallel:
         hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel)
     outputs = head.read(model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options)
-    fields = head.fields(entropy=options.entropy)
-    zeros_M = torch.zeros(microbatch.rows.index.numel(), device=hidden.device)
-    whole = torch.stack([zeros_M.index_put((microbatch.read_rows,), getattr(outputs, name)) for name in fields])
+    read = {field.name: x_S for field in fields(outputs) if (x_S := getattr(outputs, field.name)) is not None}
+    size, index = microbatch.rows.index.numel(), (microbatch.read_rows,)
+    whole = {name: x_S.new_zeros(size, *x_S.shape[1:]).index_put(index, x_S) for name, x_S in read.items()}
     if context.size() > 1:
         # Sum in forward, copy in backward: every context rank has the whole loss but backpropagates only its own part.
-        whole = reduce_from_tensor_model_parallel_region(whole, group=context)
-    return TokenOutputs(**dict(zip(fields, whole, strict=True)))
+        whole = {name: reduce_from_tensor_model_parallel_region(x_M, group=context) for name, x_M in whole.items()}
+    return TokenOutputs(**whole)
 
 
 class LossSums:
@@ -99,7 +100,8 @@ class LossSums:
         self.loss, self.weights_T = loss, weights_T
         self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
         start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
-        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), TokenOutputs(**dict.fromkeys(fields, nothing)))
+        outputs = TokenOutputs(**dict.fromkeys(fields, nothing), extra_logprobs_TK=nothing[:, None])
+        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), outputs)
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
         losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)

@@ -18,7 +18,7 @@ from megarl.algorithms.reward_model import response_positions, row_scores
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Replicated, Rule, Table
 from megarl.platform.json_text import parse_json
-from megarl.trainer.logprobs import VocabShard, token_outputs
+from megarl.trainer.logprobs import VocabShard, token_outputs, top_tokens
 from megarl.types import MicrobatchRows, TokenBatch, TokenOutputs
 
 
@@ -29,6 +29,7 @@ class HeadOptions:
     tensor_group: ProcessGroup
     temperature: float
     entropy: bool
+    top_k: int = 0  # log-probs of that many of the likeliest tokens too
 
 
 class Head(Protocol):
@@ -52,7 +53,7 @@ class Head(Protocol):
         ...
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
-        """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`."""
+        """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`. Labels may be [S, 1 + K]."""
         ...
 
     def table(self, table: Table, shape: ModelShape) -> Table:
@@ -81,15 +82,20 @@ class VocabularyHead:
         tied = model.share_embeddings_and_output_weights
         weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         assert weight_VH is not None
-        return token_outputs(
+        shard, top_SK = VocabShard.of(self.vocab, weight_VH.shape[0], options.tensor_group), None
+        if options.top_k:
+            top_SK = top_tokens(hidden_SH, weight_VH, shard, chunk=self.chunk, count=options.top_k)
+            labels_S = torch.cat([labels_S[:, None], top_SK], 1)
+        outputs = token_outputs(
             hidden_SH,
             weight_VH,
             labels_S,
-            VocabShard.of(self.vocab, weight_VH.shape[0], options.tensor_group),
+            shard,
             temperature=options.temperature,
             chunk=self.chunk,
             entropy=options.entropy,
         )
+        return replace(outputs, extra_labels_TK=top_SK)
 
     def table(self, table: Table, shape: ModelShape) -> Table:
         return table
@@ -178,7 +184,9 @@ def load_head(folder: str | Path) -> RewardHead:
     head=load_head(folder), ...)``. Then ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
     Raises ValueError for a folder of another kind.
     """
-    config = parse_json((Path(folder) / "config.json").read_bytes())
+    if not (file := Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; name the folder of a reward model")
+    config = parse_json(file.read_bytes())
     if "megarl_reward_head" in config:
         return RewardHead(**config["megarl_reward_head"])
     architecture = next(iter(config.get("architectures") or ()), "unknown")

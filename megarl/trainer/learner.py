@@ -7,18 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.objective import Objective
 from megarl.data.collate import take_rows
 from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate, Learner
-from megarl.trainer.offload import Memory
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
 
-Frozen = Mapping[str, Callable[[TrainBatch], Tensor]]  # fields of TokenScores that other models compute
+Frozen = Mapping[str, Callable[[TrainBatch], TokenOutputs]]  # other models, by the field of TokenScores they compute
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,8 @@ class PolicyLearner:
         return cls(trainer, objective, reference, seed, frozen=frozen or {})
 
     @property
-    def critic(self) -> None:
-        return None
-
-    @property
-    def memory(self) -> Memory:
-        return self.trainer.memory
+    def trainers(self) -> list[Trainer]:
+        return [self.trainer]
 
     def timed(self, span: Callable[[str], AbstractContextManager[Any]]) -> PolicyLearner:
         return replace(self, span=span)
@@ -60,11 +56,18 @@ class PolicyLearner:
         """
         needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1
         with self.span("logprobs"):
-            old_T, ref_T = self.logprobs(batch) if needs_old else None, None
+            old_T, ref_T = self.trainer.logprobs(batch) if needs_old else None, None
             if self.reference is not None and not self.reference.is_policy:
                 with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
-                    ref_T = self.logprobs(batch)
-            return replace(TokenScores(old_T, ref_T), **{name: score(batch) for name, score in self.frozen.items()})
+                    ref_T = self.trainer.logprobs(batch)
+            scores = TokenScores(old_T, ref_T)
+            for name, forward in self.frozen.items():
+                outputs = forward(batch)
+                scores, top_TK = replace(scores, **{name: outputs.logprobs_T}), outputs.extra_logprobs_TK
+                if (ids_TK := outputs.extra_labels_TK) is not None and top_TK is not None:
+                    top_TK = top_TK.masked_fill(ids_TK >= self.trainer.shape.vocab, -torch.inf)  # not the policy's
+                    scores = replace(scores, teacher_top_ids=ids_TK.int(), teacher_top_logprobs=top_TK)
+            return scores
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
@@ -75,7 +78,7 @@ class PolicyLearner:
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
-            batch = replace(batch, old_logprobs=self.logprobs(batch))
+            batch = replace(batch, old_logprobs=self.trainer.logprobs(batch))
         metrics: dict[str, float] = {"packing/efficiency": plans[0].efficiency}
 
         def judge(outputs: TokenOutputs) -> None:
@@ -110,7 +113,7 @@ class PolicyLearner:
         select_T = None
         if self.objective.selects_tokens:
             seed = self.seed + 1000 * self.trainer.scheduler.step + index
-            logprobs_T = batch.old_logprobs if index == 0 else self.logprobs(batch)
+            logprobs_T = batch.old_logprobs if index == 0 else self.trainer.logprobs(batch)
             assert logprobs_T is not None
             select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
         loss = self.objective.loss(batch, select_T)
@@ -118,29 +121,17 @@ class PolicyLearner:
         report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy)
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        logprobs_T = self.trainer.forward(batch).logprobs_T
-        assert logprobs_T is not None
-        return logprobs_T
-
 
 def batch_plans(batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows: bool = False) -> list[MicrobatchPlan]:
     """Returns a plan for each pass over the batch; with `couples_rows` those of a group share a micro-batch."""
-    train = trainer.train
+    train, lengths_G = trainer.train, batch.group.bincount(batch.cu_seqlens.diff())
     # rows of a group share their prompt, in a micro-batch large enough for the group
-    is_whole = trainer.shares_prefixes and _largest_group(batch) <= train.max_tokens_per_microbatch
+    is_whole = trainer.shares_prefixes and not (lengths_G > train.max_tokens_per_microbatch).any()
     units = batch.group.tolist() if is_whole or couples_rows else None
-    return [
-        plan_microbatches(batch, trainer.layout, train, units=units, shuffle=_order(trainer, seed, epoch))
-        for epoch in range(train.epochs_per_batch)
-    ]
-
-
-def _order(trainer: Trainer, seed: int, epoch: int) -> str | None:
-    """Returns the seed of an epoch's order of groups; where an update takes all of them there is none."""
-    if epoch == 0 or trainer.train.updates_per_step == 1:
-        return None
-    return f"{seed} {trainer.scheduler.step} {epoch}"
+    # later epochs take groups in another order, unless an update takes all of them
+    orders = [f"{seed} {trainer.scheduler.step} {epoch}" for epoch in range(train.epochs_per_batch)]
+    seeds = [None, *orders[1:]] if train.updates_per_step > 1 else [None] * len(orders)
+    return [plan_microbatches(batch, trainer.layout, train, units=units, shuffle=order) for order in seeds]
 
 
 SelectRows = Callable[[ScoredBatch], list[int]]
@@ -163,8 +154,3 @@ class SelectingLearner:
         report = self.learner.update(part, gate=gate)
         skipped = batch.group.unique().numel() - part.group.unique().numel()
         return replace(report, metrics={**report.metrics, "groups/skipped": skipped})
-
-
-def _largest_group(batch: TrainBatch) -> int:
-    """Returns the most tokens of one group."""
-    return int(batch.group.bincount(batch.cu_seqlens.diff()).max()) if batch.group.numel() else 0

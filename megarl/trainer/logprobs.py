@@ -1,17 +1,17 @@
-"""Hidden states -> log-prob of each label and entropy. Logits are computed tile by tile, in forward and in backward.
+"""Hidden states -> log-probs of labels and entropy. Logits are computed tile by tile, in forward and in backward.
 
-    hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, label's z)
+    hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, labels' z)
                                                                      two all-reduces over tp for all T
     backward recomputes each tile, turns it into its gradient in place, and multiplies that by weight and hidden
 
-T positions, H hidden, C tokens and V vocabulary columns of a tile, sized to fit the device's cache. Padding rows of
-the weight are never multiplied, so they are not part of the softmax. z = logits / temperature. Everything is fp32:
-low-precision inputs are multiplied as they are and accumulated in fp32.
+T positions, H hidden, K labels of each position (usually 1), C tokens and V vocabulary columns of a tile, sized to fit
+the device's cache. Padding rows of the weight are never multiplied, so they are not part of the softmax. z = logits /
+temperature. Everything is fp32: low-precision inputs are multiplied as they are and accumulated in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,91 +43,114 @@ class VocabShard:
 def token_outputs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
-    labels_T: Tensor,
+    labels: Tensor,
     shard: VocabShard,
     *,
     temperature: float,
     chunk: int,
     entropy: bool,
 ) -> TokenOutputs:
-    """Returns log-probs of `labels_T` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
+    """Returns log-probs of `labels` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
 
-    Every tensor rank passes all of `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are
-    processed at once. If the weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
+    Labels are [T] int64, or [T, 1 + K] with K extra ones, which may repeat the first. Every tensor rank passes all of
+    `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the
+    weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
     """
-    logprobs_T, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_T, shard, temperature, chunk, entropy)
-    return TokenOutputs(logprobs_T, entropy_T if entropy else None)
+    labels_KT = labels[None] if labels.ndim == 1 else labels.T
+    logprobs_KT, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_KT, (shard, temperature, chunk), entropy)
+    extra_TK = None if labels.ndim == 1 else logprobs_KT[1:].T
+    return TokenOutputs(logprobs_KT[0], entropy_T if entropy else None, extra_logprobs_TK=extra_TK)
+
+
+@torch.no_grad()
+def top_tokens(hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard, *, chunk: int, count: int) -> Tensor:
+    """Returns the ids [T, count] int64 of the largest logits, on every tensor rank, which pass all of `hidden_TH`."""
+    total, world = hidden_TH.shape[0], dist.get_world_size(shard.group)
+    tiles = _Tiles(hidden_TH, weight_VH, torch.zeros((0, total), device=hidden_TH.device).long(), shard, 1.0, chunk)
+    best_TK = hidden_TH.new_full((total, count), -torch.inf, dtype=tiles.dtype)
+    ids_TK = torch.zeros_like(best_TK, dtype=torch.int64)
+    for tokens, columns, z_CV, *_ in tiles:
+        z_CK, column_CK = z_CV.topk(min(count, z_CV.shape[1]))
+        column_CK += shard.start + columns.start
+        best_TK[tokens], ids_TK[tokens] = _largest((best_TK[tokens], z_CK), (ids_TK[tokens], column_CK), count)
+    if world > 1:
+        parts = [[torch.empty_like(x_TK) for _ in range(world)] for x_TK in (best_TK, ids_TK)]
+        for part, x_TK in zip(parts, (best_TK, ids_TK), strict=True):
+            dist.all_gather(part, x_TK, group=shard.group)
+        _, ids_TK = _largest(parts[0], parts[1], count)
+    return ids_TK
+
+
+def _largest(values: Sequence[Tensor], ids: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    values_TK, place_TK = torch.cat([*values], 1).topk(count)
+    return values_TK, torch.cat([*ids], 1).gather(1, place_TK)
 
 
 class _VocabLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        labels_T: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk: int,
-        entropy: bool,
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_KT: Tensor, options: tuple[Any, ...], entropy: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # no backward for an entropy that is only reported
-        tiles = _Tiles(hidden_TH, weight_VH, labels_T, shard, temperature, chunk)
-        total = hidden_TH.shape[0]
+        tiles, group = _Tiles(hidden_TH, weight_VH, labels_KT, *options), options[0].group
+        num_labels, total = labels_KT.shape
         lowest = torch.finfo(tiles.dtype).min  # not -inf, whose product with 0 is NaN
         max_T = hidden_TH.new_full((total,), lowest, dtype=tiles.dtype)
-        sums_3T = hidden_TH.new_zeros((3, total), dtype=tiles.dtype)  # exp(z - max), exp(z - max) * (z - max), label's
-        for tokens, _, z_CV, row_C, here_C in tiles:
-            sums_3T[2, tokens] += z_CV.gather(1, row_C[:, None])[:, 0].where(here_C, 0)
+        # exp(z - max), exp(z - max) * (z - max), labels'
+        sums_nT = hidden_TH.new_zeros((2 + num_labels, total), dtype=tiles.dtype)
+        for tokens, _, z_CV, row_CK, here_CK in tiles:
+            sums_nT[2:, tokens] += z_CV.gather(1, row_CK).where(here_CK, 0).T
             new_max_C = torch.maximum(max_T[tokens], z_CV.amax(1))
-            _lower(sums_3T[:, tokens], max_T[tokens] - new_max_C)
+            _lower(sums_nT[:, tokens], max_T[tokens] - new_max_C)
             max_T[tokens] = new_max_C
             z_CV.sub_(new_max_C[:, None])
             exp_CV = torch.exp(z_CV, out=tiles.second(z_CV) if entropy else z_CV)
-            sums_3T[0, tokens] += exp_CV.sum(1)
+            sums_nT[0, tokens] += exp_CV.sum(1)
             if entropy:
-                sums_3T[1, tokens] += exp_CV.mul_(z_CV).sum(1)
-        if dist.get_world_size(shard.group) > 1:
+                sums_nT[1, tokens] += exp_CV.mul_(z_CV).sum(1)
+        if dist.get_world_size(group) > 1:
             global_max_T = max_T.clone()
-            dist.all_reduce(global_max_T, dist.ReduceOp.MAX, group=shard.group)
-            _lower(sums_3T, max_T - global_max_T)
-            dist.all_reduce(sums_3T, group=shard.group)
+            dist.all_reduce(global_max_T, dist.ReduceOp.MAX, group=group)
+            _lower(sums_nT, max_T - global_max_T)
+            dist.all_reduce(sums_nT, group=group)
             max_T = global_max_T
-        logsum_T = sums_3T[0].log()
-        entropy_T = logsum_T - sums_3T[1] / sums_3T[0]
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, max_T, sums_3T[0], entropy_T)
+        logsum_T = sums_nT[0].log()
+        entropy_T = logsum_T - sums_nT[1] / sums_nT[0]
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_KT, max_T, sums_nT[0], entropy_T)
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.must_have_grad = getattr(weight_VH, "must_have_grad", False)
-        ctx.reading = shard, temperature, chunk
-        return sums_3T[2] - max_T - logsum_T, entropy_T
+        ctx.options = options  # shard, temperature, chunk
+        return sums_nT[2:] - max_T - logsum_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), both times the sum of exp(z - max).
+        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max).
 
         That sum is divided out per row: max + log sum would be rounded to the size of the logits, and p of a likely
         token with it, of whose 1 - p little is left.
         """
-        hidden_TH, weight_VH, labels_T, max_T, sum_T, entropy_T = ctx.saved_tensors
-        grad_logprobs_T, grad_entropy_T = gradients
-        tiles = _Tiles(hidden_TH, weight_VH, labels_T, *ctx.reading)
-        grad_T = torch.zeros_like(max_T) if grad_logprobs_T is None else grad_logprobs_T
-        # a row's factor is applied to the [., H] side of both products, unless entropy makes it vary within the row
-        scale_T = (grad_T if grad_entropy_T is None else torch.ones_like(grad_T)) / (-tiles.temperature * sum_T)
-        hot_T = sum_T if grad_entropy_T is None else grad_T * sum_T
+        hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
+        grad_logprobs_KT, grad_entropy_T = gradients
+        tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *ctx.options)
+        grad_KT = torch.zeros_like(max_T).expand(labels_KT.shape) if grad_logprobs_KT is None else grad_logprobs_KT
+        grad_T = grad_KT.sum(0)
+        # a row's factor is applied to the [., H] side of both products, unless it varies within the row
+        has_factor = len(grad_KT) == 1 and grad_entropy_T is None
+        scale_T = (grad_T if has_factor else torch.ones_like(grad_T)) / (-tiles.temperature * sum_T)
+        hot_KT = sum_T[None] if has_factor else grad_KT * sum_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
         grad_weight_VH = ctx.main_grad
         if grad_weight_VH is None:
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
-        for tokens, columns, z_CV, row_C, here_C in tiles:
+        for tokens, columns, z_CV, row_CK, here_CK in tiles:
             z_CV.sub_(max_T[tokens, None])
             if grad_entropy_T is None:
-                grad_CV = z_CV.exp_()
+                grad_CV = z_CV.exp_() if has_factor else z_CV.exp_().mul_(grad_T[tokens, None])
             else:
                 p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[tokens]
                 constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
-            grad_CV.scatter_add_(1, row_C[:, None], (-hot_T[tokens] * here_C)[:, None])
+            grad_CV.scatter_add_(1, row_CK, -hot_KT[:, tokens].T * here_CK)
             _add_product(grad_hidden_TH[tokens], grad_CV, weight_VH[columns])
             scaled_CH = (tiles.hidden(tokens) * scale_T[tokens, None]).to(
                 hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype
@@ -136,8 +159,8 @@ class _VocabLogprobs(torch.autograd.Function):
         grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
         if ctx.main_grad is not None:
             nothing = torch.zeros_like(weight_VH) if ctx.must_have_grad else None
-            return grad_hidden_TH, nothing, None, None, None, None, None
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+            return grad_hidden_TH, nothing, None, None, None
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
 
 
 def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
@@ -147,15 +170,15 @@ def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
 
 
 class _Tiles:
-    """Iterates over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, the label's column or
-    0, whether the label is in this tile)."""
+    """Iterates over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, the labels' columns
+    [C, K] or 0, whether each label is in this tile)."""
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, shard: VocabShard, temperature: float, chunk: int
+        self, hidden_TH: Tensor, weight_VH: Tensor, labels_KT: Tensor, shard: VocabShard, temperature: float, chunk: int
     ) -> None:
         self.temperature = temperature
         self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-        self._hidden_TH, self._weight_VH, self._labels_T, self._shard = hidden_TH, weight_VH, labels_T, shard
+        self._hidden_TH, self._weight_VH, self._labels_KT, self._shard = hidden_TH, weight_VH, labels_KT, shard
         self._tokens = max(1, min(chunk, hidden_TH.shape[0]))
         columns = TILE_BYTES[hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
         self._columns = max(1, min(columns, shard.size))
@@ -167,9 +190,9 @@ class _Tiles:
             for columns in _slices(self._shard.size, self._columns):
                 z_CV = self._buffer(0, tokens.stop - tokens.start, columns.stop - columns.start)
                 _add_product(z_CV, hidden_CH, self._weight_VH[columns].T, beta=0.0, alpha=1 / self.temperature)
-                row_C = self._labels_T[tokens] - (self._shard.start + columns.start)
-                here_C = (row_C >= 0) & (row_C < z_CV.shape[1])
-                yield tokens, columns, z_CV, row_C.where(here_C, 0), here_C
+                row_CK = self._labels_KT[:, tokens].T - (self._shard.start + columns.start)
+                here_CK = (row_CK >= 0) & (row_CK < z_CV.shape[1])
+                yield tokens, columns, z_CV, row_CK.where(here_CK, 0), here_CK
 
     def hidden(self, tokens: slice) -> Tensor:
         """[C, H]; in fp32 on a CPU, which cannot accumulate a product of low-precision numbers in fp32."""

@@ -37,7 +37,7 @@ class Microbatch:
     rows: MicrobatchRows  # real rows only
     read: Tensor  # [S] int64: positions of Q that the head reads
     read_rows: Tensor  # [S] int64: the same positions among the M
-    labels: Tensor  # [S] int64
+    labels: Tensor  # [S] int64, or [S, 1 + K] with the batch's extra ones
 
 
 @dataclass
@@ -79,7 +79,9 @@ def pack(
     is_read_P = (slot_P >= 0) & is_real_P & torch.cat([is_read_T[index], is_real_P[:1]])[source_P]
     read, read_rows = slot_P[is_read_P], source_P[is_read_P]
     tokens = torch.zeros_like(source).index_put((is_real,), batch.tokens[index][source[is_real]])
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    cu_seqlens, labels = torch.tensor([0, *lengths]).cumsum(0), batch.labels[index][read_rows]
+    if batch.extra_labels is not None:
+        labels = torch.cat([labels[:, None], batch.extra_labels[index][read_rows]], 1)
     return Microbatch(
         tokens=to_device(tokens[None], device),
         positions=to_device(position_P[local_Q][None], device),
@@ -90,7 +92,7 @@ def pack(
         rows=MicrobatchRows(tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)),
         read=to_device(read, device),
         read_rows=to_device(read_rows, device),
-        labels=to_device(batch.labels[index][read_rows], device),
+        labels=to_device(labels, device),
     )
 
 

@@ -12,7 +12,7 @@ device are the same, the copies are made too, but only freed gradients save memo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.checkpoint.rank_state import parts_of
 from megarl.platform.device import host_bytes
 
 
@@ -124,8 +125,8 @@ class Memory:
 
     def _store_optimizer(self) -> None:
         """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
-        assert self.optimizer is not None
-        parts = [*_parts(self.optimizer)]
+        # a rank may have no expert state
+        parts = [part for part in parts_of(self.optimizer) if getattr(part, "optimizer", None) is not None]
         mains = [x for part in parts if part.config.bf16 for g in part.optimizer.param_groups for x in g["params"]]
         states = [state for part in parts for state in part.optimizer.state.values()]
         self._offload("optimizer", mains + [x for state in states for name, x in state.items() if name != "step"])
@@ -149,39 +150,6 @@ class Memory:
             torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
 
-class Memories:
-    """The memories of several trainers of one process, moved together at the boundaries of phases."""
-
-    def __init__(self, *parts: Memory) -> None:
-        self.parts = parts
-
-    def free_gradients(self) -> None:
-        for part in self.parts:
-            part.free_gradients()
-
-    def offload_training_state(self) -> None:
-        for part in self.parts:
-            part.offload_training_state()
-
-    def offload_all(self) -> None:
-        for part in self.parts:
-            part.offload_all()
-
-    def onload_weights(self) -> None:
-        for part in self.parts:
-            part.onload_weights()
-
-    def onload_all(self) -> None:
-        for part in self.parts:
-            part.onload_all()
-
-
 def flat_storage(x: Tensor) -> Tensor:
     """Returns the whole storage of `x` as [bytes] uint8."""
     return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # pyright: ignore[reportArgumentType]
-
-
-def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "optimizer", None) is not None:  # a rank may have no expert state
-            yield part

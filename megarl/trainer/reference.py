@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.trainer.offload import HostBuffer, Memory
 from megarl.trainer.trainer import Trainer
-from megarl.types import TokenBatch
+from megarl.types import TokenBatch, TokenOutputs
 from megarl.weights.checksum import checksum
 
 EXCHANGED_BYTES = 64 << 20  # on the device at a time
@@ -55,13 +55,12 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
             host.copy_(held, non_blocking=True)
 
 
-def logprobs_in_turn(frozen: Trainer, trained: Memory, batch: TokenBatch) -> Tensor:
-    """Returns Trainer.forward's log-probs of `labels` under `frozen`, which was built beside the trained model and
-    offloads everything; meanwhile that one is offloaded as it is set to. Every rank must call it."""
+def forward_in_turn(frozen: Trainer, trained: Memory, batch: TokenBatch, *, top_k: int = 0) -> TokenOutputs:
+    """Returns what Trainer.forward does for `frozen`, which was built beside the trained model and offloads everything;
+    meanwhile that one is offloaded as it is set to. Every rank must call it."""
     trained.offload_all()
     frozen.memory.onload_weights()
-    logprobs_T = frozen.forward(batch).logprobs_T
+    outputs = frozen.forward(batch, top_k=top_k)
     frozen.memory.offload_all()
     trained.onload_weights()
-    assert logprobs_T is not None
-    return logprobs_T
+    return outputs

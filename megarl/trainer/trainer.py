@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.checkpoint import rank_state
+from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.schema import Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
@@ -35,7 +36,6 @@ from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
-from megarl.trainer.load import load_hf
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
 from megarl.trainer.model import build_model, local_tensors, shares_prefixes
@@ -43,7 +43,7 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
-from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, TokenBatch, TokenOutputs, UpdateReport
+from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, StepReport, TokenBatch, TokenOutputs, UpdateReport
 from megarl.weights.placements import SlicesByRank
 
 
@@ -62,8 +62,9 @@ class Trainer:
     scheduler: LrSchedule
     router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
     memory: Memory
-    traced: SlicesByRank | None = None  # by rank, recorded from Megatron-Bridge; None: the family has a table
-    owns_groups: bool = True  # False: built beside another trainer
+    table: Table | None  # of the model with its head; None: the family has none
+    traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
+    owns_groups: bool  # False: built beside another trainer
 
     @classmethod
     def build(
@@ -89,18 +90,23 @@ class Trainer:
         reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
-        model, traced = _build_model(shape, layout, train, moe, options, use_te=device.type == "cuda")
-        _load(model, shape, layout, head, Path(folder), traced, use_te=device.type == "cuda")
+        use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
+        model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
+        if traced is None:
+            table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
+            slices = slices_of(table, shape, layout)
+        else:
+            table, slices = None, traced[layout.rank]
+        _load(model, slices, layout, head, Path(folder), has_table=table is not None)
         # an overlapped reduction waits for the gradient of the output layer, which other heads do not use
-        overlaps = device.type == "cuda" and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
+        overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
         chunks = wrap(model, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
-        scheduler = LrSchedule(train)
         return cls(
-            shape, layout, train, head, groups, device, chunks, optimizer, scheduler, router_losses, memory, traced,
-            owns_groups=beside is None,
+            shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses, memory,
+            table, traced, owns_groups=beside is None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -118,38 +124,53 @@ class Trainer:
 
     def local_slices(self) -> Sequence[ShardSlice]:
         """Returns the slices of HF tensors that this rank's parameters store."""
-        if self.traced is not None:
-            return self.traced[self.layout.rank]
-        return _slices(self.shape, self.layout, self.head, use_te=self.device.type == "cuda")
+        if self.table is None:
+            return self.slices_by_rank()[self.layout.rank]
+        return slices_of(self.table, self.shape, self.layout)
 
     def slices_by_rank(self) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store."""
         if self.traced is not None:
             return self.traced
+        assert self.table is not None
         axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
         sizes, world = Parallel(*(axis.size for axis in axes)), self.layout.world
-        layouts = [Layout.of(sizes, world, rank) for rank in range(world)]
-        return [_slices(self.shape, layout, self.head, use_te=self.device.type == "cuda") for layout in layouts]
+        return [slices_of(self.table, self.shape, Layout.of(sizes, world, rank)) for rank in range(world)]
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the full shape of every trained tensor of the checkpoint."""
-        if self.traced is None:
-            return shapes_of(_table(self.shape, self.layout, self.head, use_te=False), self.shape)
-        shapes = hf_shapes(self.shape)
-        trained = {part.name for slices in self.traced for part in slices}
-        return {name: size for name, size in shapes.items() if name in trained}
+        if self.table is not None:
+            return shapes_of(self.table, self.shape)
+        trained = {part.name for slices in self.slices_by_rank() for part in slices}
+        return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
-    def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read."""
-        outputs = self._no_outputs(batch)
+    def forward(self, batch: TokenBatch, *, top_k: int = 0) -> TokenOutputs:
+        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read.
+
+        With `top_k`, `extra_labels_TK` are the likeliest tokens, instead of those of the batch.
+        """
+        batch = replace(batch, extra_labels=None)
+        outputs = self._no_outputs(batch, top_k)
 
         def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
             self._write(outputs, rows, read)
-            return outputs.new_zeros(())
+            return torch.zeros((), device=self.device)
 
-        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False)
+        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False, top_k=top_k)
         self._run(self.microbatches(batch), write, options, train=False)
         return self._gathered(outputs)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
+        logprobs_T = self.forward(batch).logprobs_T
+        assert logprobs_T is not None
+        return logprobs_T
+
+    def train_on(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> StepReport:
+        """Makes the updates of a plan of the whole batch."""
+        updates = tuple(self.step(batch, update, loss, weights_T) for update in plan.updates())
+        self.finish_batch()
+        return StepReport(updates, {"packing/efficiency": plan.efficiency})
 
     def step(
         self,
@@ -235,19 +256,23 @@ class Trainer:
         context = self.groups.context
         forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
 
-    def _no_outputs(self, batch: TokenBatch) -> Tensor:
-        return torch.zeros(len(self.head.fields(entropy=False)), batch.num_tokens, device=self.device)
+    def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:
+        zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
+        extra = {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK} if top_k else {}
+        return {name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)} | extra
 
-    def _write(self, outputs: Tensor, rows: MicrobatchRows, read: TokenOutputs) -> None:
-        """Writes what the head read of a micro-batch into `outputs` [fields, T]."""
+    def _write(self, outputs: dict[str, Tensor], rows: MicrobatchRows, read: TokenOutputs) -> None:
+        """Writes what the head read of a micro-batch into `outputs`, fields of TokenOutputs for the whole batch."""
         if self._owns_outputs:
-            read_FM = torch.stack([getattr(read, name) for name in self.head.fields(entropy=False)])
-            outputs[:, to_device(rows.index, self.device)] = read_FM.detach()
+            index = to_device(rows.index, self.device)
+            for name, output in outputs.items():
+                output[index] = getattr(read, name).detach()
 
-    def _gathered(self, outputs: Tensor) -> TokenOutputs:
-        """Sums over the ranks: each has written its rows into zeros. Returns [T] fp32 on the CPU."""
-        dist.all_reduce(outputs)
-        return TokenOutputs(**dict(zip(self.head.fields(entropy=False), outputs.cpu(), strict=True)))
+    def _gathered(self, outputs: dict[str, Tensor]) -> TokenOutputs:
+        """Sums over the ranks: each has written its rows into zeros. Returns them on the CPU."""
+        for output in outputs.values():
+            dist.all_reduce(output)
+        return TokenOutputs(**{name: output.cpu() for name, output in outputs.items()})
 
     @property
     def _owns_outputs(self) -> bool:
@@ -271,32 +296,15 @@ def _build_model(
 
 
 def _load(
-    model: list[GPTModel],
-    shape: ModelShape,
-    layout: Layout,
-    head: Head,
-    folder: Path,
-    traced: SlicesByRank | None,
-    *,
-    use_te: bool,
+    model: list[GPTModel], slices: Sequence[ShardSlice], layout: Layout, head: Head, folder: Path, *, has_table: bool
 ) -> None:
     """Loads the weights of `folder` and attaches the head, whose own weights only a Hugging Face folder can have."""
-    has_table = traced is None and not is_checkpoint(folder)
-    if layout.pp.last and has_table:
+    is_loaded = has_table and not is_checkpoint(folder)
+    if layout.pp.last and is_loaded:
         head.attach(model[-1])
     if is_checkpoint(folder):  # written by `megarl convert --to megatron`
         rank_state.load(model, folder)
     else:
-        slices = traced[layout.rank] if traced else _slices(shape, layout, head, use_te=use_te)
         load_hf(local_tensors(model), slices, folder)
-    if layout.pp.last and not has_table:
+    if layout.pp.last and not is_loaded:
         head.attach(model[-1])
-
-
-def _slices(shape: ModelShape, layout: Layout, head: Head, *, use_te: bool) -> list[ShardSlice]:
-    return slices_of(_table(shape, layout, head, use_te=use_te), shape, layout)
-
-
-def _table(shape: ModelShape, layout: Layout, head: Head, *, use_te: bool) -> Table:
-    spec, vocab = "te" if use_te else "local", padded_vocab(shape.vocab, layout.tp.size)
-    return head.table(megatron_table(shape, spec=spec, padded_vocab=vocab), shape)

@@ -1,7 +1,7 @@
 """Derives a table by running an external converter on HF tensors whose elements are their own indices.
 
     IndexTensors (names -> tensors)  --external conversion-->  a parameter's shard, twice
-    SliceRecorder.add(parameter, first, second)  -->  its ShardSlices | ValueError
+    moved_slices(parameter, first, second)  -->  its ShardSlices | ValueError
 
 In the first run every element is its index, in the second a hash of it. An element that is only moved gives the same
 index in both runs; one that is computed or cast does not. All are integers below 2^53, which fp64 represents exactly.
@@ -53,22 +53,19 @@ def _scramble(numbers: Tensor) -> Tensor:
     return (mixed >> 11) & ((1 << 52) - 1)
 
 
-class SliceRecorder:
-    """Collects the slices of a rank's parameters."""
+def moved_slices(
+    param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False
+) -> list[ShardSlice]:
+    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero.
 
-    def __init__(self) -> None:
-        self.slices: list[ShardSlice] = []
-
-    def add(self, param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False) -> None:
-        """Adds the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero.
-
-        Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
-        """
-        numbers, positions = _moved_elements(param, first, second, tensors, padded=padded)
-        for name, start in tensors.first.items():
-            shape = tensors.shapes[name]
-            low, high = torch.searchsorted(numbers, numbers.new_tensor([start, start + prod(shape)])).tolist()
-            self.slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
+    Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
+    """
+    (numbers, positions), slices = _moved_elements(param, first, second, tensors, padded=padded), []
+    for name, start in tensors.first.items():
+        shape = tensors.shapes[name]
+        low, high = torch.searchsorted(numbers, numbers.new_tensor([start, start + prod(shape)])).tolist()
+        slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
+    return slices
 
 
 def _moved_elements(

@@ -68,7 +68,7 @@ def _disputed(policy: Policy, fault: str = "") -> list[ShardSlice]:
     shape = replace(trainer.shape, bridge=policy.folder)
     bridged = Bridged.of(shape, trainer.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
     chunks: Any = [chunk.module for chunk in trainer.model]
-    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep).slices
+    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep)
     table = trainer.slices_by_rank()[trainer.layout.rank]
     return sorted({_normal(part) for part in recorded} ^ {_normal(part) for part in table}, key=str)
 

@@ -16,7 +16,8 @@ from trainer_cases import random_batch
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint import rank_state
-from megarl.checkpoint.state import Checkpoints
+from megarl.checkpoint.state import Checkpoints, Further
+from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
 from megarl.launch.random_model import create_model
@@ -79,7 +80,8 @@ class Job:
         )
         self.learner = ActorCritic(PolicyLearner.of(self.actor, objective), values, critic)
         state = self.state = objective.initial_state()
-        self.saves = Checkpoints(saves, self.actor, Cursor(), state, every=1, keep=9, last_step=9, critic=values)
+        kept: Any = {"every": 1, "keep": 9, "last_step": 9, "further": Further({CRITIC: values})}
+        self.saves = Checkpoints(saves, self.actor, Cursor(), state, **kept)
 
     def take(self, step: int) -> list[float]:
         batch = random_batch(num_rows=8, seed=step)

@@ -72,7 +72,7 @@ def peaks(
 
     with device.with_host():
         trainer = build(folder, create, train)
-        phases = TimedPhases(span, add, DEVICE, trainer.memory)
+        phases = TimedPhases(span, add, DEVICE, [trainer])
         batch = random_batch(num_rows=rows, longest=longest)
         for _ in range(2):
             with phases.rollout():

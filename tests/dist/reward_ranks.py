@@ -15,8 +15,7 @@ import torch.distributed as dist
 from trainer_cases import save_model
 
 from megarl.config.schema import Config
-from megarl.data.preferences import preference_batch
-from megarl.data.steps import step_batch
+from megarl.data.preferences import preference_batch, step_batch
 from megarl.data.tasks import ranked_tokens
 from megarl.data.tokenizer import TokenIds
 from megarl.layout import Layout

@@ -42,11 +42,11 @@ class Engine:
         self.said.append(part)
 
 
-def save_classifier(folder: Path) -> Path:
+def save_classifier(folder: Path, heads: int = 2) -> Path:
     """As transformers writes it: large weights, so that scores differ."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=67, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=2, head_dim=16, num_labels=1, pad_token_id=0, eos_token_id=1, bos_token_id=None,
         tie_word_embeddings=True, max_position_embeddings=512, initializer_range=0.2,
     )  # fmt: skip
@@ -65,9 +65,9 @@ def make_samples() -> list[Sample]:
 
 
 @torch.no_grad()
-def transformers_scores(folder: Path) -> list[float]:
+def transformers_scores(folder: Path, rows: list[list[int]]) -> list[float]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return [float(model(sample.tokens[None]).logits) for sample in make_samples()]
+    return [float(model(torch.tensor([row])).logits) for row in rows]
 
 
 def measure(policy: Path, classifier: Path, parallel: dict[str, int]) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def main(folder: Path, results: Path) -> None:
     dist.barrier()
     found: dict[str, Any] = {name: measure(policy, classifier, parallel) for name, parallel in LAYOUTS.items()}
     if dist.get_rank() == 0:
-        results.write_text(json.dumps(found | {"transformers": transformers_scores(classifier)}))
+        rows = [sample.tokens.tolist() for sample in make_samples()]
+        results.write_text(json.dumps(found | {"transformers": transformers_scores(classifier, rows)}))
     dist.barrier()
     dist.destroy_process_group()
 

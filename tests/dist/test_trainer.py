@@ -114,9 +114,11 @@ def test_reference_stays_while_the_policy_moves(found: dict[str, Any]) -> None:
 
 
 def test_a_teacher_beside_the_policy_is_the_same_in_every_layout(found: dict[str, Any]) -> None:
-    first = found["teacher"][0]["steps"]
-    assert len(found["teacher"]) == 2 and first[0][2] > 0.1
+    assert len(found["teacher"]) == 4 and found["teacher"][0]["steps"][0][2] > 0.1
     for case in found["teacher"]:
+        is_top_k = case["top_k"] is not None
+        first = found["teacher"][2 if is_top_k else 0]["steps"]
+        assert not is_top_k or case["top_k"][0] == pytest.approx(case["top_k"][1], rel=1e-5), case["parallel"]
         assert case["error"] < 1e-5 and not case["replicas_differ"], case["parallel"]
         for step, tolerance in ((0, 1e-5), (1, 1e-4)):
             assert case["steps"][step] == pytest.approx(first[step], rel=tolerance, abs=tolerance), case["parallel"]

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer_cases import Oracle, Policy, ask, load_model, oracle_logprobs, random_batch, save_model
+from trainer_cases import (
+    Oracle,
+    Policy,
+    ask,
+    load_model,
+    oracle_log_softmax,
+    oracle_logprobs,
+    random_batch,
+    save_model,
+)  # fmt: skip
 
 from megarl.config.schema import Config
 from megarl.data.collate import collate
@@ -31,7 +40,7 @@ from megarl.models.shape import ModelShape
 from megarl.platform import megatron_on_cpu
 from megarl.stages.sft import train_supervised
 from megarl.trainer.moe import BalancedRouter
-from megarl.trainer.reference import logprobs_in_turn
+from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import TrainBatch
 
@@ -56,6 +65,7 @@ MORE_LAYOUTS: Layouts = [  # of parts that are all among those above
     ("qwen2", {"tensor": 2}),
     ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
 ]
+TOP_K, TOP_LAYOUTS = 5, [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2}]
 TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
 
 
@@ -245,10 +255,19 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
     found, teacher_folder, batch = [], bench.saved("llama"), random_batch(num_rows=8)
     with torch.no_grad():
         exact_T = oracle_logprobs(load_model(teacher_folder), batch)
-    for parallel in DENSE:
-        policy = bench.policy(
-            "qwen3", config_of(parallel, {"advantage": "reinforce", "loss": "reinforce", "distill_coef": 1.0})
+        log_p_TV, log_q_TV = (
+            oracle_log_softmax(load_model(folder), batch)[batch.mask].double()
+            for folder in (bench.saved("qwen3"), teacher_folder)
         )
+    top = log_q_TV.topk(TOP_K, 1).indices
+    p, q = (
+        torch.cat([x.gather(1, top), 1 - x.gather(1, top).sum(1, keepdim=True)], 1)
+        for x in (log_p_TV.exp(), log_q_TV.exp())
+    )
+    exact_top_k = float((p * (p / q).log()).sum(1).mean())
+    for parallel, top_k in [*((parallel, 0) for parallel in DENSE), *((parallel, TOP_K) for parallel in TOP_LAYOUTS)]:
+        rules = {"advantage": "reinforce", "loss": "reinforce", "distill_coef": 1.0, "distill_top_k": top_k}
+        policy = bench.policy("qwen3", config_of(parallel, rules))
         trainer = policy.trainer
         settings = {"train": trainer.train.model_copy(update={"offload": ("gradients", "optimizer", "weights")})}
         other = Trainer.build(
@@ -256,7 +275,8 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
             **settings,
         )  # fmt: skip
         other.memory.offload_all()
-        learner = replace(policy.learner, frozen={"teacher_logprobs": partial(logprobs_in_turn, other, trainer.memory)})
+        teacher = partial(forward_in_turn, other, trainer.memory, top_k=top_k)
+        learner = replace(policy.learner, frozen={"teacher_logprobs": teacher})
         scores, objective = learner.score(batch), learner.objective
         assert scores.teacher_logprobs is not None
         scored = objective.advantages(batch, scores, objective.initial_state())[0]
@@ -266,6 +286,7 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
                 "parallel": parallel,
                 "error": float((scores.teacher_logprobs - exact_T).abs().max()),
                 "steps": [(step.loss, step.grad_norm, step.metrics["kl/teacher"]) for step in steps],
+                "top_k": [steps[0].metrics["kl/teacher_top_k"], exact_top_k] if top_k else None,
                 "replicas_differ": replicas_differ(policy),
             }
         )

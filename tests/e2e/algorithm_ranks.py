@@ -77,6 +77,7 @@ def cases(which: str) -> dict[str, list[str]]:
         return {name: [f"train.steps={STEPS}", *overrides] for name, overrides in LEARNING.items()}
     options = {name: [f"algorithm.preset={name}"] for name in PRESETS} | OPTIONS
     options["distill"] = ["algorithm.preset=distill", *TAUGHT]
+    options["distill_top_k"] = [*options["distill"], "algorithm.distill_top_k=8", "train.steps=2"]
     options |= {f"{name}_resumed": options[name] for name in RESUMED}
     options["learns"] = [*LEARNING["grpo"], f"train.steps={STEPS}"]
     options = {name: options[name] for name in SPREAD} if which == "spread" else options

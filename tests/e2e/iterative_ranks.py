@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+from reward_score_ranks import save_classifier, transformers_scores
 
 from megarl.config.load import load_config
 from megarl.launch.build import Rank
@@ -23,7 +23,7 @@ from megarl.launch.random_model import materialize_model
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.launch.run_iterative_grpo import Iterations
 from megarl.launch.run_rl import make_engine, train_policy
-from megarl.launch.serve_reward import score_rows
+from megarl.launch.serve_reward import Row, score_rows
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
@@ -163,20 +163,24 @@ class Runs:
 
     def scored(self) -> dict[str, Any]:
         """The reward of each sample of a step, that of transformers, and that of a server."""
-        folder = save_classifier(self.folder / "classifier")
+        folder = save_classifier(self.folder / "classifier", heads=4)
         rewards = f"rewards=[{{name: model, weight: 2.0, options: {{path: {folder}}}}}]"
         rank = self.rank("scored", "stage=rl", "train.steps=1", "checkpoint.every=0", "eval.every=0", rewards)
         train_policy(rank, self.start)
         rows = self.metrics("scored", "rollouts/step_000000.jsonl")
         trainer = make_trainer_alone(rank)
-        asked = [{"id": n, **{key: row[key] for key in ("prompt", "response", "finish")}} for n, row in enumerate(rows)]
+        asked = [
+            {"id": str(n)} | {key: row[key] for key in ("prompt", "response", "finish")} for n, row in enumerate(rows)
+        ]
         for row in asked:
             if row["finish"] == "stop":  # a text of ids has the end token, which a server would add
                 row["tokens"] = token_ids(row)
         trainer.trainer.memory.onload_weights()
+        served = [Row.model_validate(row) for row in asked]
+        entries = score_rows(trainer.reward, rank.tokenizer, rank.shape.vocab, served)
         return {
             "loop": [row["reward"] / 2 for row in rows],
-            "server": [entry["score"] / 2 for entry in score_rows(trainer.reward, rank.tokenizer, asked)],
+            "server": [entry["score"] / 2 for entry in entries],
             "transformers": transformers_scores(folder, [token_ids(row) for row in asked]),
             "metrics": self.metrics("scored"),
         }
@@ -192,23 +196,6 @@ def make_trainer_alone(rank: Rank) -> RewardModel:
 
 def token_ids(row: dict[str, Any]) -> list[int]:
     return [*map(int, row["prompt"].split()), *map(int, row["response"].split())]
-
-
-def save_classifier(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_labels=1, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        tie_word_embeddings=True, max_position_embeddings=512, initializer_range=0.2,
-    )  # fmt: skip
-    Qwen3ForSequenceClassification(config).save_pretrained(folder)
-    return folder
-
-
-@torch.no_grad()
-def transformers_scores(folder: Path, rows: list[list[int]]) -> list[float]:
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return [float(model(torch.tensor([row])).logits) for row in rows]
 
 
 def main(folder: Path) -> None:

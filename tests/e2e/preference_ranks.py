@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.config.load import load_config
-from megarl.launch import run_best_of_n, run_iterative_dpo
+from megarl.launch import run_rl
 from megarl.launch.build import Rank
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.random_model import materialize_model
@@ -52,10 +52,9 @@ def main(folder: Path) -> None:
             shutil.copytree(kept, folder / name / "checkpoints" / "step_2")
         values = [f"run.dir={folder}", f"run.name={name}", *SMALL, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / f"{stage}.yaml", values))
-        module = {"iterative_dpo": run_iterative_dpo, "best_of_n": run_best_of_n}[stage]
         rank = Rank.of(config, env, device, phase)
-        module.open_rank, module.make_engine = (lambda *_, rank=rank: nullcontext(rank)), start
-        getattr(module, f"run_{stage}")(config, env, phase)
+        run_rl.open_rank, run_rl.make_engine = (lambda *_, rank=rank: nullcontext(rank)), start
+        getattr(run_rl, f"run_{stage}")(config, env, phase)
     dist.destroy_process_group()
 
 

@@ -128,10 +128,16 @@ def test_marks_of_presets(runs: dict[str, Rows]) -> None:
 # --- options ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, "distill"])
+@pytest.mark.parametrize("name", [*OPTIONS, "distill", "distill_top_k"])
 def test_every_option_trains(runs: dict[str, Rows], name: str) -> None:
     assert len(runs[name]) == (4 if name in (*RESUMED, "hostile") else 2)
     assert all(math.isfinite(row["loss"]) for row in runs[name])
+
+
+def test_the_divergence_over_top_tokens_is_the_loss(runs: dict[str, Rows]) -> None:
+    for row, sampled in zip(runs["distill_top_k"], runs["distill"][:2], strict=True):
+        assert row["kl/teacher_top_k"] == pytest.approx(row["loss"], rel=1e-6) and row["kl/teacher"] > 0
+        assert row["grad_norm"] > 1e-3 and row["grad_norm"] != pytest.approx(sampled["grad_norm"], rel=1e-3)
 
 
 def test_selected_tokens_are_treated_apart(runs: dict[str, Rows]) -> None:

@@ -43,7 +43,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     from megarl.rollout.engine import Engine
     from megarl.types import Prompt
     from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
-    from megarl.weights.transports.inprocess import InProcess
+    from megarl.weights.transports import InProcess
 
     join(folder)
     kind, config = CONFIGS["llama"]

@@ -107,7 +107,7 @@ BATCHES = [
     ),
     (
         "data/tasks.py",
-        "keep = [_text_of(question) not in held_out for",
+        "keep = [_words_of(problem) not in held_out for",
         "keep = [True for",
         f"{DATASETS}::test_problems_of_the_evaluation_split_are_not_trained_on",
     ),
@@ -125,7 +125,7 @@ BATCHES = [
     ),
     (
         "data/tasks.py",
-        "deque(source.questions(), maxlen=0)",
+        "deque(source.problems(whole=False), maxlen=0)",
         "pass",
         f"{DATASETS}::test_rows_of_an_evaluation_set_are_checked_too",
     ),
@@ -287,8 +287,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "_request(self._prompts[sample.prompt_id], sample",
-        "_request(next(iter(self._prompts.values())), sample",
+        "prompt = self._prompts[sample.prompt_id]",
+        "prompt = next(iter(self._prompts.values()))",
         f"{SCORER}::test_prompts_are_matched_by_id",
     ),
     (
@@ -389,7 +389,7 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "final_answer=extract_answer(sample.text, place)",
+        "final_answer=extract_answer(sample.text, self._scorer.answer)",
         "final_answer=sample.text",
         f"{SCORER}::test_the_place_of_the_answer_holds_for_every_judge",
     ),

@@ -42,8 +42,8 @@ CRITIC = [
     ),
     (
         "trainer/actor_critic.py",
-        "return Memories(self.actor.trainer.memory, self.critic.memory)",
-        "return Memories(self.actor.trainer.memory)",
+        "return [self.actor.trainer, self.critic]",
+        "return [self.actor.trainer]",
         f"{LEARNER}::test_offloading_both_changes_nothing",
     ),
     (
@@ -71,7 +71,13 @@ CRITIC = [
         f"{LEARNER}::test_both_are_resumed_bit_for_bit",
     ),
     (
-        "config/other_models.py",
+        "launch/build.py",
+        "if critic.model is None else model_folder(critic.model)",
+        "if True else model_folder(critic.model)",
+        "unit/trainer/test_reward_model.py::test_a_critic_begins_as_the_reward_model_that_it_is_given",
+    ),
+    (
+        "config/model_checks.py",
         "if other.vocab != shape.vocab:",
         "if False:",
         "unit/config/test_validate.py::test_a_critic_is_of_the_policys_vocabulary",

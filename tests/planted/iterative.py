@@ -9,25 +9,25 @@ SCORER = "unit/rewards/test_scorer.py"
 
 ITERATIVE = [
     (
-        "data/replay.py",
+        "data/preferences.py",
         "math.ceil(share * len(fresh) / (1 - share))",
         "math.ceil(share * len(fresh))",
         f"{REPLAY}::test_the_share_of_a_batch_is_exact",
     ),
     (
-        "data/replay.py",
+        "data/preferences.py",
         "Fraction(str(self.share))",
         "self.share",
         f"{REPLAY}::test_the_share_of_a_batch_is_exact",
     ),
     (
-        "data/replay.py",
+        "data/preferences.py",
         ".sample(self.history, count)",
         ".choices(self.history, k=count)",
         f"{REPLAY}::test_the_share_of_a_batch_is_exact",
     ),
     (
-        "data/replay.py",
+        "data/preferences.py",
         "[-self.capacity :]",
         "[: self.capacity]",
         f"{REPLAY}::test_the_history_begins_empty_and_keeps_the_newest",

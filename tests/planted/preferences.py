@@ -51,15 +51,21 @@ PREFERENCES = [
     ),
     (
         "data/preferences.py",
-        "if ranks[pair[0]] < ranks[pair[1]]]",
-        "if ranks[pair[0]] <= ranks[pair[1]]]",
+        "if labels[i] > labels[j]]",
+        "if labels[i] >= labels[j]]",
         f"{DATA}::test_formats",
     ),
     (
-        "data/preferences.py",
-        "if texts and prompt.text not in (both, texts[-1]):",
+        "data/feedback.py",
+        "if texts and prompt not in (both, texts[-1]):",
         "if False:",
         f"{DATA}::test_errors_name_the_problem",
+    ),
+    (
+        "data/feedback.py",
+        "for problem in chain([source.problem(0)], source.problems()):",
+        "for problem in [source.problem(0)]:",
+        f"{DATA}::test_every_row_is_checked_before_ranks_start",
     ),
     (
         "stages/dpo.py",

@@ -4,7 +4,39 @@ SCORES = "unit/algorithms/test_reward_model.py"
 MODELS = "unit/trainer/test_reward_model.py"
 EXPORTED = f"{MODELS}::test_transformers_scores_the_exported_folder[llama]"
 
+SERVED = "unit/launch/test_serve_reward.py"
+
 REWARD_MODELS = [
+    (
+        "launch/serve_reward.py",
+        "if not tokens or max(tokens) >= vocab:",
+        "if not tokens:",
+        f"{SERVED}::test_a_malformed_request_is_answered_with_the_reason",
+    ),
+    (
+        "launch/serve_reward.py",
+        "if row.prompt_length is None else row.prompt_length",
+        "if True else row.prompt_length",
+        f"{SERVED}::test_the_response_is_what_follows_the_prompts_tokens",
+    ),
+    (
+        "launch/serve_reward.py",
+        'row.finish != "stop" and response',
+        "response",
+        f"{SERVED}::test_a_run_gets_the_scores_of_transformers",
+    ),
+    (
+        "launch/serve_reward.py",
+        "signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())",
+        "pass",
+        f"{SERVED}::test_sigterm_ends_it",
+    ),
+    (
+        "cli.py",
+        'default="127.0.0.1", help="address',
+        'default="0.0.0.0", help="address',
+        f"{SERVED}::test_only_this_machine_can_ask_unless_told_otherwise",
+    ),
     (
         "algorithms/reward_model.py",
         "return mask_T.roll(1)",
@@ -37,13 +69,13 @@ REWARD_MODELS = [
         EXPORTED,
     ),
     (
-        "trainer/load.py",
+        "checkpoint/hf_folder.py",
         "source.check({part.name: part.shape}, ignored=source.tensors)",
         "pass",
         f"{MODELS}::test_folders_without_a_fitting_head_are_refused",
     ),
     (
-        "data/steps.py",
+        "data/preferences.py",
         "flat.mask.index_fill(0, end_K, True)",
         "flat.mask.index_fill(0, end_K - 1, True)",
         f"{MODELS}::test_steps_end_at_their_last_tokens",

@@ -58,8 +58,8 @@ SYSTEM = [
     ),
     (
         "launch/downloads.py",
-        "(*SMALL, *CODE) if model",
-        "SMALL if model",
+        "(*SMALL, *CODE) if section",
+        "SMALL if section",
         f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
     ),
     (
@@ -67,6 +67,18 @@ SYSTEM = [
         "revision or commits.get(name)",
         "revision",
         f"{HUB}::test_a_resumed_run_keeps_its_commit",
+    ),
+    (
+        "launch/downloads.py",
+        'else {key: f"{name}@{commit}"}',
+        "else {}",
+        f"{HUB}::test_other_models_keep_their_commits",
+    ),
+    (
+        "launch/downloads.py",
+        'if command == "train" or key == "path":',
+        "if True:",
+        f"{HUB}::test_other_models_are_downloaded_where_they_are_needed",
     ),
     ("config/load.py", 'model.pop("revision", None)', "pass", f"{HUB}::test_another_path_drops_the_files_revision"),
     (
@@ -77,7 +89,7 @@ SYSTEM = [
     ),
     (
         "cli.py",
-        "            download_weights(config, env)",
+        "            download_weights(config, env, command)",
         "            pass",
         f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
     ),
@@ -179,7 +191,7 @@ SYSTEM = [
         f"{TELEMETRY}::test_update_metrics_by_hand",
     ),
     (
-        "telemetry/timeline.py",
+        "telemetry/log.py",
         'lead = "\\n" if self._is_empty else ",\\n"',
         'lead = "\\n"',
         f"{TELEMETRY}::test_timeline_is_whole_json_after_every_flush",
@@ -203,9 +215,9 @@ SYSTEM = [
         f"{EVALUATION}::test_a_run_is_one_line_of_shares",
     ),
     (
-        "checkpoint/files.py",
-        "for step in steps(folder)[:-keep]:",
-        "for step in steps(folder)[: -keep - 1]:",
+        "checkpoint/state.py",
+        "for old in files.steps(self.folder)[: -self.keep]:",
+        "for old in files.steps(self.folder)[: -self.keep - 1]:",
         f"{STATE}::test_names_come_last_and_only_the_newest_stay",
     ),
     (
@@ -407,8 +419,8 @@ SYSTEM = [
     ),
     (
         "telemetry/metrics.py",
-        "type(value) is kind",
-        "isinstance(value, kind)",
+        "type(row.get(key)) is not kind",
+        "not isinstance(row.get(key), kind)",
         f"{TOLERANCE}::test_a_bad_line_is_left_out_and_counted",
     ),
     (

@@ -19,9 +19,39 @@ TRAINER = [
     ),
     (
         "rewards/served_model.py",
-        '["prompt_logprobs"][t + 1 - start]',
-        '["prompt_logprobs"][t - start]',
+        '["prompt_logprobs"][position]',
+        '["prompt_logprobs"][position - 1]',
         f"{TEACHERS}::test_a_model_beside_the_policy_and_a_served_one_agree",
+    ),
+    (
+        "trainer/logprobs.py",
+        "z_CV.exp_().mul_(grad_T[tokens, None])",
+        "z_CV.exp_()",
+        f"{LOGPROBS}::test_extra_labels_against_plain_fp64",
+    ),
+    (
+        "trainer/logprobs.py",
+        "column_CK += shard.start + columns.start",
+        "column_CK += shard.start",
+        f"{LOGPROBS}::test_top_tokens_are_those_of_all_logits",
+    ),
+    (
+        "algorithms/kl.py",
+        "return torch.cat([logprobs_TK, rest_T1.log()], 1)",
+        "return logprobs_TK.log_softmax(1)",
+        "unit/algorithms/test_teacher_divergence.py::test_value_and_gradient_are_those_of_plain_softmaxes",
+    ),
+    (
+        "algorithms/kl.py",
+        "(teacher_TR + math.log(beta), student_TR + math.log(1 - beta))",
+        "(student_TR + math.log(beta), teacher_TR + math.log(1 - beta))",
+        "unit/algorithms/test_teacher_divergence.py::test_value_and_gradient_are_those_of_plain_softmaxes",
+    ),
+    (
+        "trainer/learner.py",
+        "ids_TK >= self.trainer.shape.vocab",
+        "ids_TK > self.trainer.shape.vocab",
+        f"{TEACHERS}::test_a_teachers_tokens_that_the_policy_does_not_have_are_padding",
     ),
     (
         "trainer/reference.py",
@@ -55,8 +85,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        'return f"{seed} {trainer.scheduler.step} {epoch}"',
-        'return f"{seed} {epoch}"',
+        'f"{seed} {trainer.scheduler.step} {epoch}"',
+        'f"{seed} {epoch}"',
         f"{LEARNER}::test_every_epoch_trains_each_row_once_in_an_order_of_its_own",
     ),
     (
@@ -145,8 +175,8 @@ TRAINER = [
     ),
     (
         "algorithms/objective.py",
-        "**options, **selected) * weights_M",
-        "**options, **selected)",
+        "loss_M = loss_M * weights_M",
+        "pass",
         f"{OBJECTIVE}::test_token_losses_add_up_to_the_formula",
     ),
     (
@@ -265,8 +295,8 @@ TRAINER = [
     ),
     (
         "debug/parity_cause.py",
-        "states = self._run(batch, names, replaced=replaced)",
-        "states = self._run(batch, names)",
+        "logprobs_T, outputs_NT8 = self._run(batch, names, replaced=replaced)",
+        "logprobs_T, outputs_NT8 = self._run(batch, names)",
         "unit/trainer/test_parity_cause.py::test_what_differs_by_itself_is_named_and_what_follows_is_not",
     ),
     (
@@ -301,10 +331,8 @@ TRAINER = [
     ),
     (
         "launch/run_rl.py",
-        """    learner.memory.offload_all()
-    engine = start_engine(rank)""",
-        """    engine = start_engine(rank)
-    learner.memory.offload_all()""",
+        "        trained.memory.offload_all()\n    engine = start_engine(rank)",
+        "    engine = start_engine(rank)",
         "unit/trainer/test_start_order.py::test_start_up_in_order",
     ),
     (
@@ -356,9 +384,9 @@ TRAINER = [
         "unit/weights/test_publish.py::test_a_probe_that_is_off_is_refused_and_asked_again",
     ),
     (
-        "trainer/rounding.py",
-        "handle.remove()",
-        "pass",
+        "debug/sublayers.py",
+        "hooks.enter_context(place.register_forward_hook(plant))",
+        "place.register_forward_hook(plant)",
         "unit/trainer/test_rounding.py::test_rounding_is_below_the_bound_and_faults_are_above",
     ),
     (
@@ -369,8 +397,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "self.logprobs(batch) if needs_old else None, None",
-        "self.logprobs(batch), None",
+        "self.trainer.logprobs(batch) if needs_old else None, None",
+        "self.trainer.logprobs(batch), None",
         f"{LEARNER}::test_no_forward_pass_is_made_twice",
     ),
     (
@@ -381,7 +409,7 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "logprobs_T = batch.old_logprobs if index == 0 else self.logprobs(batch)",
+        "logprobs_T = batch.old_logprobs if index == 0 else self.trainer.logprobs(batch)",
         "logprobs_T = batch.old_logprobs",
         f"{LEARNER}::test_tokens_are_selected_by_the_policy_before_each_update",
     ),

@@ -1,4 +1,4 @@
-"""How messages travel and how ranks agree: one protocol, one file per implementation."""
+"""How messages travel and how ranks agree: the protocol, and its implementation for a world of one process."""
 
 from __future__ import annotations
 
@@ -32,3 +32,22 @@ class Transport(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Returns a small control value of every rank, by rank; never used for weights."""
         ...
+
+
+class InProcess:
+    """For a single process that trains and samples: no messages, no peers."""
+
+    rank = 0
+    world = 1
+
+    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
+        assert not outgoing and not incoming, "a world of one has no peers"
+        return lambda: None
+
+    def barrier(self, what: str, *, patience: int = 1) -> None: ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]

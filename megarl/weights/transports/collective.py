@@ -1,4 +1,4 @@
-"""Messages between the ranks of a torch.distributed group, point to point: NCCL on GPUs, gloo on CPUs.
+"""Messages between the ranks of torch.distributed's world, point to point: NCCL on GPUs, gloo on CPUs.
 
 Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it, during a sync the
 peer of the transfer that did not complete. A collective alone would only report a timeout.
@@ -23,25 +23,21 @@ _INSTANCES = count()  # every rank creates the same number of instances, in the 
 
 
 class Collective:
-    """Transport over `group`, by default the whole world. `timeout_s=None`: torch's default."""
+    """`timeout_s=None`: torch's default."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+    def __init__(self, *, timeout_s: float | None = None) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
         self._barriers = count()
         store: Any = dist.distributed_c10d._get_default_store()  # the store that the ranks used for rendezvous
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        prefix = f"megarl/barrier/{next(_INSTANCES)}/{ranks[0]}-{ranks[-1]}"
-        self._store = dist.distributed_c10d.PrefixStore(prefix, store)
+        self._store = dist.distributed_c10d.PrefixStore(f"megarl/barrier/{next(_INSTANCES)}", store)
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
         transfers = [(f"rank {peer} did not accept", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
         transfers += [(f"rank {peer} did not send", dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
         operations = [
             # as bytes, so that gloo and NCCL need not support the dtype
-            dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
+            dist.P2POp(kind, flat.view(torch.uint8), peer)
             for _, kind, flat, peer in transfers
         ]
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
@@ -86,12 +82,12 @@ class Collective:
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()
-        self._run(lambda: dist.all_reduce(total, group=self._group))
+        self._run(lambda: dist.all_reduce(total))
         return total
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
-        self._run(lambda: dist.all_gather_object(values, value, group=self._group))
+        self._run(lambda: dist.all_gather_object(values, value))
         return values
 
     def _run(self, collective: Callable[[], object]) -> None:

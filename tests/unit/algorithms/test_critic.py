@@ -12,7 +12,7 @@ from test_objective import algorithm, all_rows, last_trained, make_batch, make_l
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, whiten
-from megarl.algorithms.critic import value_loss, value_metrics
+from megarl.algorithms.critic import value_losses, value_metrics
 from megarl.algorithms.objective import Objective
 from megarl.config.presets import PRESETS
 from megarl.types import FINISH, ScoredBatch, TokenOutputs, TrainBatch
@@ -115,7 +115,7 @@ def test_the_loss_is_half_the_larger_squared_error(clip: float | None) -> None:
     scored = scored_by(batch, gae())
     step_T = 0.6 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(5))
     new = torch.where(batch.mask, scored.old_values + step_T, float("nan")).requires_grad_()
-    losses, new_T = value_loss(scored, clip=clip)(TokenOutputs(values_T=new), all_rows(batch)), new.detach()
+    losses, new_T = value_losses(scored, clip, TokenOutputs(values_T=new), all_rows(batch)), new.detach()
     expected, clipped = torch.zeros(batch.num_tokens, dtype=torch.float64), 0
     for t in batch.mask.nonzero().flatten().tolist():
         old, value, target = (float(x[t]) for x in (scored.old_values, new_T, scored.returns))

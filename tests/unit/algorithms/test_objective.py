@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
-from megarl.algorithms.losses import CLIPPED
+from megarl.algorithms.losses import LOSS_AND_CLIP
 from megarl.algorithms.objective import Objective, loss_weights, supervised_loss
 from megarl.config.names import CLIPS
 from megarl.config.presets import PRESETS
@@ -215,7 +215,7 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     at = (scored.old_logprobs + step, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
     bounds = {"clip_low": 0.1, "clip_high": 0.1}
     far = {"clip_low": 1e9, "clip_high": 1e9}
-    clipped = CLIPPED[loss](*at, **bounds)
+    clipped = LOSS_AND_CLIP[loss](*at, **bounds)[1]
     if loss == "gmpo":  # one number a row: rows that are touched
         rows = [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
         clipped = torch.cat([clipped[row].any().expand(row.stop - row.start) for row in rows]) & batch.mask
@@ -225,7 +225,7 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     assert torch.equal(clipped & nonzero, changed) and 0 < clipped.sum() < batch.mask.sum()
     rules = algorithm(loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {}))
     done = losses_of(at[0], scored, rules)
-    assert done.sums["clip_frac"] == CLIPPED[loss](*at, **bounds).sum()
+    assert done.sums["clip_frac"] == LOSS_AND_CLIP[loss](*at, **bounds)[1].sum()
 
 
 def test_sums_are_over_trained_tokens():

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megarl import cli
-from megarl.checkpoint import convert as conversion
 from megarl.checkpoint.torch_dist import MegatronTarget
 from megarl.config.schema import Create
 from megarl.launch import convert as command
@@ -277,7 +276,7 @@ def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(moe, tmp_pat
 def test_a_disk_that_would_be_full_is_refused_before_the_first_byte(moe, tmp_path, monkeypatch):
     real = os.statvfs(tmp_path)
     few = os.statvfs_result([*real[:4], 20_000 // real.f_frsize, *real[5:]])
-    monkeypatch.setattr(conversion.os, "statvfs", lambda path: few)
+    monkeypatch.setattr(os, "statvfs", lambda path: few)
     with pytest.raises(CheckFailed, match=r"__\d_0\.distcp: not enough disk space for model\.\S+: .* \d+ are free"):
         run(moe, tmp_path / "out", "megatron")
     assert not list((tmp_path / ".out.part").glob("*.distcp"))

@@ -15,7 +15,7 @@ from megarl.layout import Layout, Parallel
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 
 SIZES = {"experts": 4, "hidden": 32, "moe_intermediate": 16, "vocab": 67, "tied": False}
 

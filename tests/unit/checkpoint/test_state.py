@@ -37,7 +37,7 @@ from megarl.stages.sft import train_supervised
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 
 SMALL = Create(layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, vocab=67, tokenizer="none")
 TRAIN = {"dtype": "bf16", "lr": 1e-2, "prompts_per_step": 4, "steps": 8, "schedule": "linear"}

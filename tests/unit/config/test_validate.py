@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, advantages
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
 from megarl.config import names, validate
 from megarl.config.load import parse_config, resolved_yaml
+from megarl.config.model_checks import check_gpu_trainer
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Config, Create
-from megarl.config.sizes import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
 from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
@@ -182,6 +182,17 @@ def test_torchrun_sets_the_world() -> None:
             {"algorithm": {"preset": "distill"}},
             {},
             ["distill_coef=1.0 needs a teacher", "set teacher.model"],
+        ),
+        (
+            {"algorithm": {"preset": "distill", "distill_top_k": 70}, "teacher": {"url": URL}},
+            {"vocab": 67},
+            ["distill_top_k=70 exceeds the vocabulary of 67"],
+        ),
+        ({"algorithm": {"distill_top_k": 9}}, {}, ["distill_top_k=9 has no effect with distill_coef=0; set that"]),
+        (
+            {"algorithm": {"preset": "distill", "distill_beta": 0.5}, "teacher": {"url": URL}},
+            {},
+            ["distill_beta=0.5 needs algorithm.distill_top_k"],
         ),
         ({"teacher": {"url": URL}}, {}, ["teacher is set, but nothing reads it", "algorithm.distill_coef"]),
         ({"reference": {"url": URL}}, {}, ["reference is set, but nothing reads it", "algorithm.kl.coef"]),
@@ -438,9 +449,8 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
 
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
-    estimators = advantages._ROW_ESTIMATORS | advantages._TOKEN_ESTIMATORS
     for known, functions, common in (
-        (names.ADVANTAGES, {name: estimators[name] for name in ADVANTAGES}, {"whiten", "std", "eps"}),
+        (names.ADVANTAGES, {name: function.args[0] for name, function in ADVANTAGES.items()}, {"whiten", "std", "eps"}),
         (names.LOSSES, {name: function.args[0] for name, function in LOSSES.items()}, set()),
         (names.CORRECTIONS, {name: function.args[0] for name, function in CORRECTIONS.items()}, set()),
     ):
@@ -465,6 +475,15 @@ def test_selections_and_bounds_are_those_of_the_maths() -> None:
 def test_distillation_needs_no_reward() -> None:
     check_config(made({**DISTILL, "teacher": {"url": URL}, "rewards": []}), ALONE)
     check_config(made({"algorithm": {"preset": "rloo"}, "reference": {"url": URL}}), ALONE)
+
+
+def test_the_divergence_of_whole_distributions_leaves_one_advantage_per_response(tmp_path: Path) -> None:
+    config = made({"algorithm": {"preset": "gspo", "distill_coef": 1.0, "distill_top_k": 8}, "teacher": {"url": URL}})
+    check_config(config, ALONE)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32, vocab=50))))
+    config = made({"algorithm": {"preset": "distill", "distill_top_k": 51}, "teacher": {"model": str(tmp_path)}})
+    with pytest.raises(ValueError, match="distill_top_k=51 exceeds the vocabulary of 50"):
+        check_config(config, ALONE)
 
 
 def test_a_critic_is_of_the_policys_vocabulary(tmp_path: Path) -> None:

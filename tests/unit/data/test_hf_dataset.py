@@ -85,10 +85,13 @@ def test_the_answer_of_gsm8k_is_behind_its_solution(tmp_path: Path) -> None:
     assert problems(task(name, held_out=0, answer_pattern="#### (.+)"))[0].answer == "42"
 
 
-def test_a_scan_reads_the_questions_that_the_problems_have(tmp_path: Path) -> None:
-    name = write(tmp_path / "rows.parquet", sums(2500))
-    source = load_task(task(name, held_out=0.1))
-    assert list(source.questions()) == [source.problem(index).question for index in range(source.size or 0)]
+def test_a_scan_reads_what_the_problems_have(tmp_path: Path) -> None:
+    rows = [row | {"responses": [[{"role": "assistant", "content": answer}] for answer in "yn"]} for row in sums(2500)]
+    source = load_task(task(write(tmp_path / "rows.parquet", rows), held_out=0.1))
+    problems = [source.problem(index) for index in range(source.size or 0)]
+    scanned = list(source.problems())
+    assert scanned == problems and [problem.where for problem in scanned] == [problem.where for problem in problems]
+    assert [problem.question for problem in source.problems(whole=False)] == [problem.question for problem in problems]
 
 
 # --- held-out problems --------------------------------------------------------------------------------------------

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.config.load import parse_config
+from megarl.data.feedback import check_feedback
 from megarl.data.preferences import preference_batch
+from megarl.data.tasks import Problem, Source
 from megarl.data.tokenizer import TokenIds
+from megarl.launch.preflight import preflight
+from megarl.platform.env import Env
 from megarl.types import Prompt
 
 EOS = 9
@@ -82,3 +90,46 @@ def test_errors_name_the_problem(extra: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         preference_batch(IDS, [prompt(number=41, **extra)])
     assert str(error.value).startswith("problem 41 ('1 2')") and message in str(error.value)
+
+
+PAIR, STEPS = {"chosen": "3", "rejected": "4"}, {"completions": ["3", "4"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward_model", "process"])
+@pytest.mark.parametrize("kind", ["jsonl", "hf", "eval", "mixture"])
+def test_every_row_is_checked_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, kind: str
+) -> None:
+    """A run may come to the last row after days."""
+    right, wrong = (STEPS, STEPS | {"labels": [True]}) if stage == "process" else (PAIR, PAIR | {"rejected": None})
+
+    def task(last: dict[str, Any]) -> dict[str, Any]:
+        lines = [json.dumps({"prompt": f"{number}?", **extra}) for number, extra in enumerate([right] * 3 + [last])]
+        (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:]]))
+        (tmp_path / "right.jsonl").write_text(json.dumps({"prompt": "right?", **right}))
+        names = {name: f"jsonl:{tmp_path / name}.jsonl" for name in ("rows", "right")}
+        if kind == "hf":
+            datasets = pytest.importorskip("datasets", reason="datasets is in the dev extra")
+            monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+            return {"name": f"hf:{tmp_path / 'rows.jsonl'}", "options": {"held_out": 0}}
+        if kind == "eval":
+            return {"name": names["right"], "options": {"eval_file": str(tmp_path / "rows.jsonl")}}
+        return (
+            {"mixture": [{"name": name} for name in names.values()]} if kind == "mixture" else {"name": names["rows"]}
+        )
+
+    def check(last: dict[str, Any]) -> None:
+        sections: dict[str, Any] = {"stage": "reward_model" if stage == "process" else stage}
+        sections |= {"reward_model": {"process": stage == "process"}, "eval": {"every": int(kind == "eval"), "size": 4}}
+        preflight(parse_config({"model": {"create": {}}, "task": task(last), **sections}), Env())
+
+    check(right)
+    where = f"hf:{tmp_path}/rows.jsonl split train row 3" if kind == "hf" else f"{tmp_path}/rows.jsonl line 5"
+    says = "has completions=['3', '4'] and labels=[True], but" if stage == "process" else "has chosen, but"
+    with pytest.raises(ValueError, match=re.escape(f"{where} {says}")):
+        check(wrong)
+
+
+def test_an_endless_task_is_checked_by_its_first_problem() -> None:
+    with pytest.raises(ValueError, match="a generated problem has no responses, but preferences are learned from"):
+        check_feedback(Source(lambda index: Problem(f"{index}?"), None), steps=False)

@@ -10,7 +10,7 @@ from math import ceil
 import pytest
 import torch
 
-from megarl.data.replay import Ranking, Replay, ranking_batch, rankings
+from megarl.data.preferences import Ranking, Replay, ranking_batch, rankings
 from megarl.types import Group, Prompt, Sample
 
 

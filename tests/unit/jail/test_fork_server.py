@@ -130,12 +130,12 @@ def test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings(server, m
 )
 def test_exit_status(server, target, spec, status):
     child = server.start(target, spec)
-    assert child.wait(30) == child.wait() == child.poll() == child.returncode == status
+    assert child.wait(30) == child.wait() == child.returncode == status
 
 
 def test_a_child_is_waited_for_and_killed(server):
     child = server.start("jobs:sleep", 600)
-    assert child.poll() is None and is_alive(child.pid)
+    assert child.returncode is None and is_alive(child.pid)
     with pytest.raises(TimeoutError):
         child.wait(0.01)
     assert child.kill() == child.kill() == -signal.SIGKILL

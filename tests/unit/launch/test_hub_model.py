@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from megarl.config.load import load_config
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
+from megarl.platform.shm import lock_shm, shm_prefix, unlink_shm
 from tests.hub import Hub, Repo, serve_hub
 
 # Runs several commands in one process and prints [[exit code, stdout, stderr], ...]
@@ -36,6 +38,12 @@ for args in json.loads(sys.argv[1]):
 print(json.dumps(results))
 """
 CONFIG = "run: {dir: RUNS}\nmodel: {path: org/model}\ntask: {name: jsonl:task.jsonl}\nrollout: {max_tokens: 16}\n"
+DISTILL = "algorithm.distill_coef=1"
+OTHERS = [
+    "algorithm.preset=ppo", "algorithm.kl={where: reward, coef: 0.1}", DISTILL, "critic.model=org/value@v1",
+    "teacher.model=org/teacher", "reference.model=org/reference",
+    "rewards=[{name: model, options: {path: org/reward}}]",
+]  # fmt: skip
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
@@ -61,6 +69,8 @@ def hub(model: dict[str, bytes]) -> Iterator[Hub]:
         "org/gpt2": Repo(small | {"config.json": b'{"model_type": "gpt2"}'}),
         "org/cut": Repo(model | {"model.safetensors": b"x" * 100}, breaks_off=True),
     }
+    for name in ("value", "teacher", "reference", "reward"):
+        models[f"org/{name}"] = Repo(model | {"README.md": name.encode()}, revisions=("main", "v1"))
     with serve_hub(models) as served:
         yield served
 
@@ -162,6 +172,9 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
         ("model.path=empty",): "model.path=empty has no config.json",
         ("model.path=empty", "model.revision=v1"): "model.revision=v1 applies to a hub id, not to model.path=empty",
         ("model.path=null", "model.create={}", "model.revision=v1"): "applies to a hub id, not to model.create",
+        ("teacher.model=org/none", DISTILL): f"teacher.model=org/none is neither local nor a model that {hub.base}",
+        ("teacher.model=org/model@v2", DISTILL): "org/model has no revision v2; set its part after @ to a branch",
+        ("teacher.model=org/gpt2", DISTILL): "model_type='gpt2' is not supported",
     }  # fmt: skip
     results = megarl(folder, hub, *(["train", "c.yaml", *overrides] for overrides in cases))
     for says, (code, out, err) in zip(cases.values(), results, strict=True):
@@ -198,6 +211,8 @@ def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub)
         dry_run = ["train", "c.yaml", "--dry-run", "parallel.tensor=1"]
         return start(folder, hub, dry_run, MASTER_PORT="1", MEGARL_JOB_ID=folder.name, **ranks)
 
+    prefix = shm_prefix(folder.name, os.getpid())
+    lock_shm(prefix)  # as a launcher does, so that no other job's start removes the record
     processes = [rank(0), rank(1)]
     (zero,), (one,) = (finish(process) for process in processes)
     asked = hub.requests.count(("GET", "/api/models/org/model/revision/main"))
@@ -207,6 +222,7 @@ def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub)
     moved = hub.repos["models"]["org/model"]
     hub.repos["models"]["org/model"] = Repo({**moved.files, "README.md": b"new"})  # type: ignore[index]
     assert finish(rank(1))[0][1] == one[1], "a slow rank has the others' commit, not the newest"
+    assert len(unlink_shm(prefix, lock=True)) == 2  # the lock, the record
 
 
 def test_a_resumed_run_keeps_its_commit(folder: Path, hub: Hub) -> None:
@@ -226,6 +242,45 @@ def test_a_resumed_run_keeps_its_commit(folder: Path, hub: Hub) -> None:
     commits = [err.split()[-1] for _code, _out, err in results]
     assert commits == [old.commit, new.commit, new.commit, old.commit, new.commit], results
     assert "org/model (main, when the run began) is commit" in results[0][2]
+
+
+def test_other_models_are_downloaded_where_they_are_needed(folder: Path, hub: Hub) -> None:
+    """The small files of all for a check, the weights for ranks that load them."""
+    (folder / "eval.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    dry, evaluated, trained, refused = megarl(
+        folder,
+        hub,
+        ["train", "c.yaml", *OTHERS, "--dry-run"],
+        ["eval", "c.yaml", *OTHERS, "run.dir=c.yaml", "task.options={eval_file: eval.jsonl}"],  # no folder
+        ["train", "c.yaml", *OTHERS, "run.dir=c.yaml"],
+        ["train", "c.yaml", *OTHERS, "teacher.model=org/bin"],
+    )
+    assert (dry[0], evaluated[0], trained[0]) == (0, 2, 2), dry[2] + evaluated[2] + trained[2]
+    assert refused[0] == 2 and "teacher.model=org/bin has no *.safetensors on the hub" in refused[2]
+    for section, name in (("critic", "value"), ("teacher", "teacher"), ("reference", "reference")):
+        commit = hub.repos["models"][f"org/{name}"].commit
+        assert f"{section}:\n  model: org/{name}@{commit}\n" in dry[1]
+        asked = "v1" if section == "critic" else "main"
+        assert f"megarl: {section}.model=org/{name} ({asked}) is commit {commit}" in dry[2].splitlines()
+    assert f"path: org/reward@{hub.repos['models']['org/reward'].commit}\n" in dry[1]
+    sent = [path.split("/resolve/") for verb, path in hub.requests if verb == "GET" and "/resolve/" in path]
+    names = [name.removeprefix("/org/") for name, file in sent if file.endswith(".safetensors")]
+    assert names == ["model", "reward", "value", "teacher", "reference"], "eval needs the first two alone"
+
+
+def test_other_models_keep_their_commits(folder: Path, hub: Hub) -> None:
+    dry_run = ["train", "c.yaml", *OTHERS, "critic.model=org/value", "--dry-run"]
+    ((code, out, err),) = megarl(folder, hub, dry_run)
+    assert code == 0, err
+    run, old = folder / "runs" / "run", dict(hub.repos["models"])
+    (run / "checkpoints" / "step_1").mkdir(parents=True)
+    (run / "config.yaml").write_text(out.partition("\n\nmodel ")[0])
+    for name, repo in old.items():
+        hub.repos["models"][name] = Repo({**repo.files, "README.md": b"new " + name.encode()})  # type: ignore[index]
+    (code, again, err), (_, newest, _) = megarl(folder, hub, dry_run, [*dry_run, "teacher.model=org/teacher@main"])
+    assert code == 0 and again == out, err
+    assert "teacher.model=org/teacher (main, when the run began) is commit" in err
+    assert f"org/teacher@{hub.repos['models']['org/teacher'].commit}" in newest
 
 
 def test_another_path_drops_the_files_revision(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from megarl.algorithms.parity import Quantiles
 from megarl.launch.parity import Measured, ParityChecks, sampled_rows
-from megarl.types import CheckFailed, TokenBatch
-from megarl.weights.transports.inprocess import InProcess
+from megarl.types import CheckFailed, ScoredBatch, TokenBatch
+from megarl.weights.transports import InProcess
 
 FLOOR = Quantiles(0.01, 0.02, 0.05, 64)
 PROMPTS = [(3, 1), (4, 1, 5, 9)]
@@ -56,14 +55,21 @@ def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
     return ParityChecks(InProcess(), trainer, Engine(error), PROMPTS, 24, **options), trainer
 
 
-def batch_of(diff: float, count: int = 100, prompts: int = 1) -> Any:
+def scored(num_rows: int, **values: Any) -> ScoredBatch:
+    """Other values are zeros."""
+    zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)}
+    return ScoredBatch(**zeros | values)
+
+
+def batch_of(diff: float, count: int = 100, prompts: int = 1) -> ScoredBatch:
     """One row, of which each second token is sampled; the others are far off."""
     sampled = torch.arange(2 * count) % 2 == 0
     old = torch.full((2 * count,), -2.0)
     rollout = torch.where(sampled, old - diff, 5.0)
     tokens = {name: torch.zeros(2 * count, dtype=torch.int64) for name in ("tokens", "labels")}
     cu = torch.tensor([0, 2 * count])
-    return SimpleNamespace(
+    return scored(
+        1,
         mask=sampled,
         old_logprobs=old,
         rollout_logprobs=rollout,
@@ -147,8 +153,8 @@ def test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst() -> None:
     lengths = [2, 3, 1, 4]
     tokens_T, mask = torch.arange(10), torch.tensor([1, 0, 0, 0, 0, 1, 0, 1, 1, 0]).bool()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    fields = {"tokens": tokens_T, "labels": tokens_T + 1, "mask": mask, "cu_seqlens": cu_seqlens, "temperature": 0.7}
-    batch: Any = SimpleNamespace(**fields, rollout_logprobs=-tokens_T.float(), num_rows=4)
+    values = {"tokens": tokens_T, "labels": tokens_T + 1, "mask": mask, "cu_seqlens": cu_seqlens, "temperature": 0.7}
+    batch = scored(4, **values, rollout_logprobs=-tokens_T.float())
     few, logprobs_T = sampled_rows(batch, 2, first=3)
     assert few.tokens.tolist() == [6, 7, 8, 9, 0, 1] and few.cu_seqlens.tolist() == [0, 4, 6]
     assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and logprobs_T.tolist() == [-6, -7, -8, -9, 0, -1]
@@ -175,7 +181,6 @@ def test_a_refusal_names_the_cause_where_the_engine_can_compute() -> None:
         parity.check()
     assert find.rows == len(PROMPTS)
     batch = batch_of(0.05)
-    batch.num_rows = 1
     with pytest.raises(CheckFailed, match=r"; cause: layer 3 \(attention\)\. Nothing was updated"):
         parity.parity(batch)
     find.cause = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,8 +44,8 @@ class Gpu:
 def phases_on(gpu: Gpu, found: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> TimedPhases:
     monkeypatch.setattr(module, "peak_gb", lambda _: gpu.peak)
     monkeypatch.setattr(module, "reset_peak", gpu.reset)
-    trainer: Any = gpu
-    return TimedPhases(lambda _: nullcontext(), found.update, torch.device("cpu"), trainer, gpu)
+    trainer: Any = SimpleNamespace(memory=gpu)
+    return TimedPhases(lambda _: nullcontext(), found.update, torch.device("cpu"), [trainer], gpu)
 
 
 def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from megarl.layout import Axis
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.family import Family
-from megarl.models.shape import ModelShape
+from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import HF, MC, LayerSpec, Replicated, ShardSlice, Stack, Table, Transposed
 
 __all__ = ["FAMILIES"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.stages import iterative_grpo as module
-from megarl.stages.iterative_grpo import IterativeRun, iterative_grpo
+from megarl.stages.iterative_grpo import iterative_grpo
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -31,7 +31,7 @@ def test_an_iteration_begins_at_its_first_step_only(monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     model = SimpleNamespace(sample=sample, train=lambda fresh, step: said.append(f"train on {fresh[0]} {step}"))
     monkeypatch.setattr(module, "train", lambda rl: said.append(f"steps {rl.start}..{rl.steps}"))
-    iterative_grpo(IterativeRun(run, 2, lambda: said.append("reset"), model if trains else None))
+    iterative_grpo(run, 2, lambda: said.append("reset"), model if trains else None)
 
     def begins(step: int) -> list[str]:
         first, last = ([f"sample {step}"], [f"train on ranking {step}"]) if trains else ([], [])

@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Recorded:
     monkeypatch.setattr(stage, "mean_loss", lambda trainer, batch: next(losses))
     monkeypatch.setattr(stage, "train_supervised", lambda trainer, batch: StepReport(()))
     monkeypatch.setattr(stage, "sampled_accuracy", lambda batch, logprobs: 0.1)
-    trainer = SimpleNamespace(forward=lambda batch: SimpleNamespace(logprobs_T=1))
+    trainer = SimpleNamespace(logprobs=lambda batch: None)
     parts: dict[str, Any] = {
         "prompts": SimpleNamespace(take=lambda count: []), "telemetry": recorded, "checkpoint": recorded,
         "phases": SimpleNamespace(train=nullcontext, save=nullcontext), "is_stopping": lambda: False,

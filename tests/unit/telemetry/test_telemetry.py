@@ -13,11 +13,9 @@ import torch
 
 from megarl.config.load import parse_config
 from megarl.data.collate import collate
-from megarl.telemetry.log import Silent, Telemetry, open_telemetry
+from megarl.telemetry.log import Silent, Telemetry, Timeline, brief
 from megarl.telemetry.metrics import read_metrics, rollout_metrics, update_metrics
-from megarl.telemetry.progress import brief
 from megarl.telemetry.report import write_report
-from megarl.telemetry.timeline import Timeline
 from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, ScoredBatch, StepReport, UpdateReport
 
 # ARCHITECTURE section 7
@@ -68,7 +66,8 @@ def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Tel
     config = parse_config(
         {"run": {"dir": str(folder.parent), "name": folder.name}, "train": {"steps": 4}, "telemetry": telemetry}
     )
-    return open_telemetry(config, rank=rank, start=start, interactive=False, facts={"world_size": 2, "layout": "tp2"})
+    facts = {"world_size": 2, "layout": "tp2"}
+    return Silent() if rank else Telemetry(config, start=start, interactive=False, facts=facts)
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from tiny_trainer import build, make_batch
 from torch import Tensor
 
-from megarl.algorithms.critic import value_loss
+from megarl.algorithms.critic import value_losses
 from megarl.algorithms.objective import Objective, loss_weights
-from megarl.checkpoint.state import Checkpoints
-from megarl.checkpoint.torch_dist import MegatronFolder, stored_tensors
+from megarl.checkpoint.state import Checkpoints, Further
+from megarl.checkpoint.torch_dist import CRITIC, MegatronFolder, stored_tensors
 from megarl.config.schema import Algorithm, Critic
 from megarl.data.packing import plan_microbatches
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -87,7 +88,8 @@ def test_two_epochs_are_two_updates_by_hand_of_each(tmp_path: Path) -> None:
         actor.step(old, plan, learner.actor.objective.loss(old), learner.actor.objective.weights(old, plan))
         for _ in range(2)
     ]
-    value = [critic.step(scored, plan, value_loss(scored, clip=0.2), loss_weights(scored, plan)) for _ in range(2)]
+    loss = partial(value_losses, scored, 0.2)
+    value = [critic.step(scored, plan, loss, loss_weights(scored, plan)) for _ in range(2)]
     for trainer in (actor, critic):
         trainer.finish_batch()
     assert [(u.loss, u.grad_norm) for u in policy] == [(u.loss, u.grad_norm) for u in (first, second)]
@@ -105,9 +107,9 @@ def test_two_epochs_are_two_updates_by_hand_of_each(tmp_path: Path) -> None:
 def test_the_groups_are_the_actors(tmp_path: Path) -> None:
     learner, batch = make(tmp_path), make_batch(num_rows=4)
     assert learner.critic.groups is learner.actor.trainer.groups
-    expected = learner.actor.logprobs(batch)
+    expected = learner.actor.trainer.logprobs(batch)
     learner.critic.close()
-    assert torch.equal(learner.actor.logprobs(batch), expected)
+    assert torch.equal(learner.actor.trainer.logprobs(batch), expected)
     learner.actor.trainer.close()
 
 
@@ -123,7 +125,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path) -> None:
     report = learner.update(scored, gate=gate)
     assert report.updates == () and report.metrics["logprob_diff/max"] == 0.5 and report.metrics["value/loss"] > 0
     assert same(actor[:-1], state_of(learner.actor.trainer)[:-1]) and not same(critic, state_of(learner.critic))
-    assert torch.equal(seen[0], learner.actor.logprobs(batch))
+    assert torch.equal(seen[0], learner.actor.trainer.logprobs(batch))
     report = learner.update(scored, gate=gate)
     assert [update.lr for update in report.updates] == [pytest.approx(5e-3)], "its schedule has gone on"
     assert report.metrics["value/lr"] == pytest.approx(1.5e-2)
@@ -164,16 +166,19 @@ def test_offloading_both_changes_nothing(tmp_path: Path) -> None:
     for offload in ([], ["gradients", "optimizer", "weights"]):
         learner = make(tmp_path, offload=offload, dtype="bf16")
         for seed in range(2):
-            learner.memory.onload_weights()
+            for trainer in learner.trainers:
+                trainer.memory.onload_weights()
             learner.update(scored_by(learner, make_batch(num_rows=8, seed=seed)))
-            learner.memory.free_gradients()
-            learner.memory.offload_training_state()
-            learner.memory.offload_all()
+            for trainer in learner.trainers:
+                trainer.memory.free_gradients()
+                trainer.memory.offload_training_state()
+                trainer.memory.offload_all()
             if offload:
                 trainers = (learner.actor.trainer, learner.critic)
                 buffers = [buffer for trainer in trainers for buffer in trainer.model[0].buffers]
                 assert not any(b.param_data.untyped_storage().nbytes() for b in buffers), "both are away"
-        learner.memory.onload_all()
+        for trainer in learner.trainers:
+            trainer.memory.onload_all()
         found.append(both(learner))
         close(learner)
     assert same(*found)
@@ -190,9 +195,9 @@ class Cursor:
 
 
 def checkpoints(folder: Path, learner: ActorCritic, *, critic: bool = True) -> Checkpoints:
-    beside = learner.critic if critic else None
+    further = Further({CRITIC: learner.critic} if critic else {})
     at = (folder / "checkpoints", learner.actor.trainer, Cursor(), ObjectiveState(0.0))
-    return Checkpoints(*at, every=1, keep=3, last_step=9, critic=beside)
+    return Checkpoints(*at, every=1, keep=3, last_step=9, further=further)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])

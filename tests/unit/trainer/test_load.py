@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.checkpoint.hf_folder import load_hf
 from megarl.models.shards import ShardSlice
-from megarl.trainer.load import load_hf
 
 EMBED, FUSED = "embedding.word_embeddings.weight", "linear.weight"
 WORDS, GATE = torch.arange(6.0).view(3, 2) + 1, torch.arange(8.0).view(2, 4) + 10

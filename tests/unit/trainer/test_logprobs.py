@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megarl.trainer import logprobs
-from megarl.trainer.logprobs import VocabShard, token_outputs
+from megarl.trainer.logprobs import VocabShard, token_outputs, top_tokens
 
 T, H, VOCAB, ROWS = 13, 8, 11, 16  # ROWS of the weight, 5 of them padding
 
@@ -146,6 +146,58 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch, o
         (ours.logprobs_T + (ours.entropy_T if of_entropy else 0)).sum().backward()
     assert 0 < largest <= 4 * 4 * 5
     assert (exponentials > of_forward) == of_entropy
+
+
+@pytest.mark.parametrize("of_entropy", [False, True])
+@pytest.mark.parametrize("tile", [60, 200, 1 << 20])
+def test_extra_labels_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, of_entropy: bool) -> None:
+    """Eight labels of each position, two of them equal, in tiles of one column and more; memory as for one."""
+    monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, H, generator=generator) for n in (T, ROWS))
+    labels = torch.stack([torch.randperm(VOCAB, generator=generator)[:8] for _ in range(T)])
+    labels[:, 3] = labels[:, 0]
+    given = torch.randn(T, 8, generator=generator)
+    given[2] -= given[2].mean()  # the factor of a row's softmax is 0
+    found = []
+    for wide in (False, True):
+        h, w = (x.double() if wide else x.clone() for x in (hidden, weight))
+        h.requires_grad_(), w.requires_grad_()
+        if wide:
+            log_softmax = (h @ w[:VOCAB].T / 0.7).log_softmax(1)
+            of_labels, entropy = log_softmax.gather(1, labels), -(log_softmax.exp() * log_softmax).sum(1)
+        else:
+            shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+            read = token_outputs(h, w, labels, shard, temperature=0.7, chunk=4, entropy=True)
+            assert read.logprobs_T is not None and read.extra_logprobs_TK is not None and read.entropy_T is not None
+            of_labels, entropy = torch.cat([read.logprobs_T[:, None], read.extra_logprobs_TK], 1), read.entropy_T
+        ((of_labels * given).sum() + (entropy.square().sum() if of_entropy else 0)).backward()
+        found.append([x.detach().double() for x in (of_labels, h.grad, w.grad)])
+    for ours, true in zip(*found, strict=True):
+        assert (ours - true).abs().max() <= 2e-6 * true.abs().max()
+
+
+def test_one_label_is_bit_for_bit_that_of_a_flat_tensor() -> None:
+    hidden, weight, labels = draw()
+    shard, found = VocabShard.of(VOCAB, ROWS, dist.group.WORLD), []
+    for each in (labels, labels[:, None]):
+        hidden.grad = weight.grad = None
+        read = token_outputs(hidden, weight, each, shard, temperature=0.6, chunk=4, entropy=False)
+        (read.logprobs_T * torch.linspace(-1, 1, T)).sum().backward()
+        found.append((read.logprobs_T, hidden.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("tile", [60, 200, 1 << 20])
+@pytest.mark.parametrize("count", [1, 5, VOCAB])
+def test_top_tokens_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch, tile: int, count: int) -> None:
+    monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
+    hidden, weight, _ = draw()
+    weight.data[VOCAB:] = 100 * hidden.data[0]  # padding that would win
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    expected = (hidden @ weight[:VOCAB].T).topk(count, 1).indices
+    assert torch.equal(top_tokens(hidden, weight, shard, chunk=4, count=count), expected)
+    assert top_tokens(hidden[:0], weight, shard, chunk=4, count=count).shape == (0, count)
 
 
 def test_shards_stand_for_the_real_tokens_only() -> None:

@@ -16,14 +16,13 @@ from torch import Tensor
 from megarl.algorithms.parity import FORMAT_EPS, Quantiles
 from megarl.data.collate import token_batch
 from megarl.debug.parity_cause import CauseSearch
-from megarl.debug.sublayers import trainer_sublayers
+from megarl.debug.sublayers import rounding_errors, trainer_sublayers
 from megarl.launch.parity import measure_logprobs, sampled_rows
 from megarl.rollout.sublayers import record_states
 from megarl.trainer.heads import VocabularyHead
-from megarl.trainer.rounding import rounding_errors
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 Plant = Callable[[Trainer], AbstractContextManager[None]]

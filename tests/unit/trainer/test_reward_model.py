@@ -16,16 +16,17 @@ from tiny_trainer import build, make_batch
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import save_model
 
+from megarl.algorithms.objective import Objective
 from megarl.config.schema import Config, Create
-from megarl.data.preferences import preference_batch
-from megarl.data.steps import step_batch
+from megarl.data.preferences import preference_batch, step_batch
 from megarl.data.tasks import ranked_tokens
 from megarl.data.tokenizer import TokenIds, load_tokenizer, pad_token
-from megarl.launch.build import Rank, export, make_trainer
+from megarl.launch.build import Rank, export, make_learner, make_trainer
 from megarl.launch.random_model import create_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
+from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import RewardHead, ValueHead, load_head
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, PreferenceBatch, Prompt, StepBatch, TokenBatch, UpdateReport
@@ -174,6 +175,36 @@ def test_transformers_scores_the_exported_folder(tmp_path: Path, model: str) -> 
     critic.close()
 
 
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=LONG)])
+def test_a_critic_begins_as_the_reward_model_that_it_is_given(tmp_path: Path, model: str) -> None:
+    """Trunk and head, bit for bit; not the policy's, from which `critic.model: null` begins."""
+    policy, batch, head = save_model(model, tmp_path), make_batch(num_rows=4), RewardHead()
+    rank = rank_of(policy, tmp_path / "runs")
+    rewarding = with_random_head(make_trainer(rank, head=head))
+    for parameter in rewarding.parameters_by_name().values():
+        parameter.data.mul_(1.125)
+    expected = {name: parameter.detach().clone() for name, parameter in rewarding.parameters_by_name().items()}
+    scores = head.scores(rewarding.forward(batch), batch)
+    export(rank, rewarding)
+    rewarding.close()
+
+    critic = {"model": str(tmp_path / "runs" / "run" / "hf"), "bootstrap_truncated": True}
+    rank = rank_of(policy, tmp_path / "ppo", algorithm={"advantage": "gae"}, critic=critic)
+    learner = make_learner(rank, make_trainer(rank), Objective(rank.config.algorithm, bootstrap_truncated=True))
+    assert isinstance(learner, ActorCritic)
+    found = dict(learner.critic.parameters_by_name())
+    assert not found.pop("value_head.bias").any(), "which a sequence classifier lacks"
+    assert found.keys() == expected.keys() and len(found) > 10
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    values_T = learner.score(batch).values
+    assert values_T is not None and torch.allclose(values_T[batch.cu_seqlens[1:] - 1], scores, rtol=1e-6)
+    own = learner.actor.trainer.parameters_by_name()
+    shared = own.keys() & expected.keys()
+    assert len(shared) > 10 and not any(torch.equal(own[name], expected[name]) for name in shared)
+    learner.critic.close()
+    learner.actor.trainer.close()
+
+
 WEIGHTED = RewardHead(kind="token", aggregate="weighted")
 
 
@@ -201,6 +232,8 @@ def test_folders_without_a_fitting_head_are_refused(tmp_path: Path) -> None:
     policy = save_model("qwen3", tmp_path)
     with pytest.raises(ValueError, match="is a Qwen3ForCausalLM, not a reward model"):
         load_head(policy)
+    with pytest.raises(ValueError, match=r"/none has no config\.json; name the folder of a reward model"):
+        load_head(tmp_path / "none")
     folder, _ = exported("qwen3", tmp_path, WEIGHTED, make_batch(num_rows=2))
     with pytest.raises(ValueError, match=r"score.weight has shape \(2, \d+\), but config.json requires \(1, \d+\)"):
         make_trainer(rank_of(folder, tmp_path / "again"), head=RewardHead())
@@ -256,6 +289,7 @@ def test_right_steps_are_recognised(tmp_path: Path) -> None:
         {},
         {"completions": ["1"], "labels": []},
         {"completions": ["1"], "labels": [2]},
+        {"completions": ["1"], "labels": [[]]},
         {"completions": [""], "labels": [1]},
     ],
     ids=str,

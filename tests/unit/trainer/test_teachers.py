@@ -18,15 +18,16 @@ from trainer_cases import load_model, oracle_log_softmax
 from megarl.algorithms.objective import Objective
 from megarl.config.load import parse_config
 from megarl.config.schema import Algorithm, Create, FrozenModel
+from megarl.data.collate import take_rows
 from megarl.data.tokenizer import TokenIds, check_vocabulary
 from megarl.launch.random_model import create_model, random_tokenizer
 from megarl.models.registry import read_model
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.trainer.learner import PolicyLearner
-from megarl.trainer.reference import logprobs_in_turn
+from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, MicrobatchRows, ScoredBatch, TokenOutputs, TrainBatch
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 from tests.unit.rewards.conftest import reply, serve
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -35,13 +36,13 @@ VOCAB, LENGTH, PROMPT = 8, 3, 5  # 512 responses to one prompt
 OFFLOAD = ("gradients", "optimizer", "weights")
 
 
-def beside(trainer: Trainer, folder: Path) -> Callable[[TrainBatch], Tensor]:
+def beside(trainer: Trainer, folder: Path, top_k: int = 0) -> Callable[[TrainBatch], TokenOutputs]:
     train = trainer.train.model_copy(update={"offload": OFFLOAD})
     other = Trainer.build(
         read_model(folder), trainer.layout, train=train, folder=folder, device=trainer.device, beside=trainer
     )
     other.memory.offload_all()
-    return partial(logprobs_in_turn, other, trainer.memory)
+    return partial(forward_in_turn, other, trainer.memory, top_k=top_k)
 
 
 def completions(model: torch.nn.Module) -> Callable[[Any, dict[str, Any]], None]:
@@ -49,20 +50,22 @@ def completions(model: torch.nn.Module) -> Callable[[Any, dict[str, Any]], None]
 
     @torch.no_grad()
     def answer(handler: Any, body: dict[str, Any]) -> None:
-        assert body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
-        tokens = torch.tensor(body["prompt"])
-        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        assert body["max_tokens"] == 1
+        tokens, top_k = torch.tensor(body["prompt"]), min(body["prompt_logprobs"], 20)
+        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)[:-1]
+        ids = torch.cat([tokens[1:, None], logprobs.topk(top_k, 1).indices], 1)  # the first may be among the others
         given = [
-            {str(t): {"logprob": lp, "rank": 1}} for t, lp in zip(body["prompt"][1:], logprobs.tolist(), strict=True)
+            {str(t): {"logprob": lp, "rank": 1} for t, lp in zip(*row, strict=True)}
+            for row in zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
         ]
         reply(handler, {"choices": [{"text": "", "prompt_logprobs": [None, *given]}]})
 
     return answer
 
 
-def served_model(url: str, **options: Any) -> ServedModel:
+def served_model(url: str, top_k: int = 0, **options: Any) -> ServedModel:
     part = FrozenModel(url=url, options={"timeout_s": 20.0, "total_s": 30.0, "backoff_s": 0.01} | options)
-    return ServedModel(client_of(part, "teacher"), "tiny", InProcess())
+    return ServedModel(client_of(part, "teacher"), "tiny", InProcess(), top_k)
 
 
 @contextmanager
@@ -76,15 +79,20 @@ def test_a_model_beside_the_policy_and_a_served_one_agree(tmp_path: Path) -> Non
     folder = create_model(Create(**(SMALL | OTHER)), tmp_path)
     student, batch = build(tmp_path, offload=OFFLOAD), make_batch(num_rows=8, temperature=1.0)
     before = student.forward(batch).logprobs_T
-    local = beside(student, folder)(batch)
-    model = load_model(folder)
+    model, found = load_model(folder), [beside(student, folder)(batch), beside(student, folder, 4)(batch)]
     with torch.no_grad():
-        exact = oracle_log_softmax(model, batch).gather(1, batch.labels[:, None])[:, 0].where(batch.mask, 0.0)
+        log_softmax = oracle_log_softmax(model, batch)
     with serving(completions(model)) as server:
-        served = served_model(f"{server.base}/v1/")(batch)
-        assert len(server.seen) == 8 and server.seen[0][2]["model"] == "tiny"
-    assert before is not None and (before - local).abs().max() > 0.5, "another model"
-    assert torch.allclose(local, exact, atol=1e-5) and torch.allclose(served, exact, atol=1e-5)
+        found += [served_model(f"{server.base}/v1/", top_k)(batch) for top_k in (0, 4)]
+        assert len(server.seen) == 16 and server.seen[0][2]["model"] == "tiny"
+    exact = log_softmax.gather(1, batch.labels[:, None])[:, 0].where(batch.mask, 0.0)
+    assert before is not None and (before - exact).abs().max() > 0.5, "another model"
+    top, ids = (x.where(batch.mask[:, None], 0) for x in log_softmax.topk(4, 1))
+    for outputs, top_k in zip(found, (0, 4, 0, 4), strict=True):
+        assert torch.allclose(outputs.logprobs_T, exact, atol=1e-5)
+        assert (outputs.extra_labels_TK is not None) == (outputs.extra_logprobs_TK is not None) == (top_k > 0)
+        assert not top_k or torch.equal(outputs.extra_labels_TK, ids)
+        assert not top_k or torch.allclose(outputs.extra_logprobs_TK, top, atol=1e-5)
     after = student.forward(batch).logprobs_T
     assert after is not None and torch.equal(before, after), "the policy came back"
     student.close()
@@ -109,6 +117,63 @@ def test_a_server_that_does_not_answer_stops_the_run(answer: Any, message: str) 
             score(batch)
     with pytest.raises(CheckFailed, match=r"no log-probs \(no_connection\)"):
         score(batch)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_server_that_limits_log_probs_is_refused_with_vllms_option(status: int) -> None:
+    entry = {str(token): {"logprob": -3.0} for token in range(67)}
+    answer = {"choices": [{"prompt_logprobs": [None] + [entry] * 40}]}
+    with serving(lambda handler, body: reply(handler, answer, status=status)) as server:
+        served, batch = served_model(server.base + "/v1", 68, retries=0), make_batch(num_rows=2, temperature=1.0)
+        with pytest.raises(CheckFailed, match=r"--max-logprobs 68 or more; its default is 20"):
+            served(batch)
+        if status == 200:
+            assert served_model(server.base + "/v1", 67)(batch).extra_labels_TK[batch.mask].sort().values[0, -1] == 66
+
+
+def distilling(top_k: int, beta: float = 1.0) -> Objective:
+    values = {"preset": "distill", "distill_coef": 0.5, "distill_top_k": top_k, "distill_beta": beta}
+    sections = {"algorithm": values, "teacher": {"model": "x"}, "model": {"create": {}}}
+    return Objective(parse_config(sections).algorithm)
+
+
+@pytest.mark.parametrize("top_k", [5, 67])
+def test_the_step_is_that_of_the_divergence_in_plain_fp64(tmp_path: Path, top_k: int) -> None:
+    """Loss, gradient norm and metric, in one micro-batch and in many; the other advantages are 0."""
+    folder, batch = create_model(Create(**(SMALL | OTHER)), tmp_path), make_batch(num_rows=8)
+    batch = replace(batch, rewards=0 * batch.rewards, token_rewards=0 * batch.token_rewards)
+    found = []
+    for size in (64, 512):
+        student, objective = build(tmp_path, max_tokens_per_microbatch=size), distilling(top_k)
+        learner = PolicyLearner.of(student, objective, frozen={"teacher_logprobs": beside(student, folder, top_k)})
+        scored, _ = objective.advantages(batch, learner.score(batch), objective.initial_state())
+        assert scored.extra_labels is not None and scored.extra_labels.dtype == torch.int32
+        kept = take_rows(scored, [1, 4])
+        assert kept.extra_labels.shape == kept.teacher_top_logprobs.shape == (kept.num_tokens, top_k)
+        report = learner.update(scored).updates[0]
+        found.append([report.loss, report.grad_norm, report.metrics["kl/teacher_top_k"]])
+        student.close()
+    model, other = load_model(create_model(Create(**SMALL), tmp_path)).double(), load_model(folder).double()
+    model.model.embed_tokens.padding_idx = None  # it would get no gradient
+    p, q = (oracle_log_softmax(each, batch).double()[batch.mask].exp() for each in (model, other))
+    ids = q.topk(top_k, 1).indices
+    p, q = (torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, keepdim=True)], 1) for x in (p, q.detach()))
+    p, q = (x[:, :top_k] if top_k == 67 else x for x in (p, q))
+    kl = (p * (p / q).log()).sum(1).mean()
+    (0.5 * kl).backward()
+    norm = torch.stack([weight.grad.norm() for weight in model.parameters()]).norm()
+    for figures in found:
+        assert figures == pytest.approx([0.5 * float(kl), float(norm), float(kl)], rel=2e-5)
+
+
+def test_a_teachers_tokens_that_the_policy_does_not_have_are_padding(tmp_path: Path) -> None:
+    student, batch = build(tmp_path), make_batch(num_rows=2)
+    ids, logprobs = torch.tensor([66, 67]).repeat(batch.num_tokens, 1), torch.zeros(batch.num_tokens, 2)
+    teacher = TokenOutputs(logprobs[:, 0], extra_labels_TK=ids, extra_logprobs_TK=logprobs)
+    scores = PolicyLearner.of(student, distilling(2), frozen={"teacher_logprobs": lambda _: teacher}).score(batch)
+    assert scores.teacher_top_logprobs is not None
+    assert scores.teacher_top_logprobs.unique(dim=0).tolist() == [[0.0, -torch.inf]]
+    student.close()
 
 
 def test_urls_and_options_are_checked() -> None:
@@ -183,20 +248,21 @@ def row_sums(logprobs_T: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-def test_the_student_reaches_an_enumerable_teacher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("top_k", "beta"), [(0, 1.0), (4, 1.0), (4, 0.0), (4, 0.5)])
+def test_the_student_reaches_an_enumerable_teacher(tmp_path: Path, top_k: int, beta: float) -> None:
     """KL(student || teacher), exact over 512 responses, falls below 0.02 nats and a fiftieth of what it was."""
-    small = {"vocab": VOCAB, "seed": 1}
-    student = build(tmp_path, small, lr=1e-2, schedule="linear", steps=150, max_tokens_per_microbatch=8192)
-    teacher = beside(student, create_model(Create(**(SMALL | OTHER | {"vocab": VOCAB})), tmp_path))
-    sections = {"algorithm": {"preset": "distill"}, "teacher": {"model": "x"}, "model": {"create": {}}}
-    objective = Objective(parse_config(sections).algorithm)
+    small, steps = {"vocab": VOCAB, "seed": 1}, 50 if top_k else 150
+    student = build(tmp_path, small, lr=1e-2, schedule="linear", steps=steps, max_tokens_per_microbatch=8192)
+    teacher = beside(student, create_model(Create(**(SMALL | OTHER | {"vocab": VOCAB})), tmp_path), top_k)
+    objective = distilling(top_k, beta)
+    objective = replace(objective, algorithm=objective.algorithm.model_copy(update={"distill_coef": 1.0}))
     learner = PolicyLearner.of(student, objective, frozen={"teacher_logprobs": teacher})
     everything, draw = enumerate_batch(), torch.Generator().manual_seed(0)
-    teacher_N = row_sums(teacher(everything))
+    teacher_N = row_sums(teacher(everything).logprobs_T)
     assert torch.allclose(teacher_N.exp().sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-4)
     curve = []
-    for _ in range(150):
-        logprobs_T = learner.logprobs(everything)
+    for _ in range(steps):
+        logprobs_T = learner.trainer.logprobs(everything)
         student_N = row_sums(logprobs_T)
         curve.append(float((student_N.exp() * (student_N - teacher_N)).sum()))
         rows = torch.multinomial(student_N.exp(), 256, replacement=True, generator=draw)

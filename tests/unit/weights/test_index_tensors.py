@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.layout import Axis
 from megarl.models.headers import header_shapes
 from megarl.models.shards import Qkv, Replicated, Rule, ShardDim0, ShardDim1, ShardSlice, Stack, Transposed
-from megarl.weights.index_tensors import IndexTensors, SliceRecorder
+from megarl.weights.index_tensors import IndexTensors, moved_slices
 
 SIZES = {
     "q": (8, 6),
@@ -33,9 +33,7 @@ def landed(convert: Callable[[IndexTensors], Tensor]) -> list[ShardSlice]:
     tensors, seen = IndexTensors(SIZES, torch.device("cpu")), []
     for tensors.is_second in (False, True):
         seen.append(convert(tensors))
-    recorder = SliceRecorder()
-    recorder.add("param", *seen, tensors, padded="vocab" in tensors.first)
-    return recorder.slices
+    return moved_slices("param", *seen, tensors, padded="vocab" in tensors.first)
 
 
 def by_slices(slices: list[ShardSlice], numel: int) -> Callable[[IndexTensors], Tensor]:

@@ -12,7 +12,7 @@ from megarl.types import CheckFailed
 from megarl.weights.execute import MemoryReceiver
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.publish import sums_by_tensor
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 
 SHAPES = {"a": (6, 4), "b": (5,)}
 TRAINER = [

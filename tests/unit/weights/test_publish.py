@@ -20,7 +20,7 @@ from megarl.types import CheckFailed
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import plan_transfers
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-from megarl.weights.transports.inprocess import InProcess
+from megarl.weights.transports import InProcess
 
 SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67}
 SHAPE = parse_model(hf_config(Create.model_validate(SIZES)), "model.create")
