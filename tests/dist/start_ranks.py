@@ -66,7 +66,8 @@ def run_ranks(program: Path, world: int, *arguments: str, timeout_s: float = 570
 
 
 def fork_ranks(world: int, program: str, arguments: list[str]) -> int:
-    sys.path[0], sys.argv = str(Path(program).parent), [program, *arguments]
+    sys.path.insert(0, str(Path(program).parent))  # before this file's folder
+    sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="imported")
     port, ranks = free_port(), {}
     for rank in range(world):

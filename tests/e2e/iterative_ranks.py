@@ -128,9 +128,9 @@ class Runs:
         batches, resets = [], []
 
         def reset(iterations: Iterations) -> None:
-            iterations.policy.memory.onload_weights()
+            iterations.policy.trainer.memory.onload_weights()
             resets.append([weights(iterations.policy, of_reference=value) for value in (True, False)])
-            iterations.policy.memory.offload_all()
+            iterations.policy.trainer.memory.offload_all()
 
         def update(_model: Rankings, batch: Any) -> None:
             rows = batch.tokens.split(batch.cu_seqlens.diff().tolist())

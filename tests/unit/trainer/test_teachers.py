@@ -248,10 +248,10 @@ def row_sums(logprobs_T: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("top_k", "beta"), [(0, 1.0), (4, 1.0), (4, 0.0), (4, 0.5)])
+@pytest.mark.parametrize(("top_k", "beta"), [(0, 1.0), (VOCAB, 1.0), (VOCAB, 0.5)])
 def test_the_student_reaches_an_enumerable_teacher(tmp_path: Path, top_k: int, beta: float) -> None:
     """KL(student || teacher), exact over 512 responses, falls below 0.02 nats and a fiftieth of what it was."""
-    small, steps = {"vocab": VOCAB, "seed": 1}, 50 if top_k else 150
+    small, steps = {"vocab": VOCAB, "seed": 1}, 150  # all tokens: fewer leave the others' shares open
     student = build(tmp_path, small, lr=1e-2, schedule="linear", steps=steps, max_tokens_per_microbatch=8192)
     teacher = beside(student, create_model(Create(**(SMALL | OTHER | {"vocab": VOCAB})), tmp_path), top_k)
     objective = distilling(top_k, beta)
