@@ -64,10 +64,12 @@ class Device(TorchDispatchMode):
         given = kwargs or {}
         found = func(*args, **given)
         to_host = func is torch.ops.aten._to_copy.default and given.get("device") == torch.device("cpu")
-        if not to_host and not self._is_host:
-            for tensor in tree_leaves(found):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor.untyped_storage())
+        storages = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)]
+        if to_host:
+            self._host |= {storage._cdata: weakref.ref(storage) for storage in storages}  # views of it, too
+        elif not self._is_host:
+            for storage in storages:
+                self._add(storage)
             if self._peaks:
                 now = self.bytes()
                 self._peaks = [max(peak, now) for peak in self._peaks]
