@@ -56,7 +56,7 @@ PARTS = {  # part -> the functions, as "module:name" in the module that calls th
         "forward: log-probs": ["megarl.trainer.forward:_read"],
         "loss": [f"{TRAINER}LossSums.__call__"],
         "backward": ["megatron.core.pipeline_parallel.schedules:backward_step"],
-        "gradients over ranks": ["megatron.core.distributed.finalize_model_grads:finalize_model_grads"],
+        "gradients over ranks": ["megarl.trainer.optimizer:finalize_model_grads"],
         "norm, optimizer": [f"{TRAINER}take_step"],
         "parity gate": ["megarl.launch.parity:ParityChecks.parity"],
         "rest": ["megarl.trainer.learner:PolicyLearner.update"],

@@ -163,6 +163,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_what_a_stage_has_beside_the_policy_comes_back(tmp_path: Path) -> None:
     job = Iterative(tmp_path)
+    job.step(0)  # so that the reference is not the model of the start
     job.begin(10)
     job.step(1)
     job.checkpoints.maybe_save(1, job.state)
