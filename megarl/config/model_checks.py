@@ -129,15 +129,20 @@ def check_critic(config: Config, shape: ModelShape) -> None:
         )
     if critic.model is None:
         return
-    if not (folder := model_folder(critic.model)).is_dir():
-        raise ValueError(f"critic.model={critic.model} is not a folder; set it to that, or the hub id, of a model")
-    other = read_model(folder)
-    check_model(config, other)
+    other = _beside(config, "critic.model", critic.model)
     if other.vocab != shape.vocab:
         raise ValueError(
             f"critic.model={critic.model} has a vocabulary of {other.vocab}, but the policy's is {shape.vocab}; use a "
             "model of the same tokenizer"
         )
+
+
+def _beside(config: Config, key: str, name: str) -> ModelShape:
+    """The shape of a model in the policy's layout, which `key` names."""
+    if not ((folder := model_folder(name)) / "config.json").is_file():
+        raise ValueError(f"{key}={name} is not a folder with a config.json; set it to that, or the hub id, of a model")
+    check_model(config, other := read_model(folder))
+    return other
 
 
 def check_reward_model(config: Config, shape: ModelShape) -> None:
@@ -173,10 +178,7 @@ def check_frozen(config: Config, shape: ModelShape) -> None:
         if part.url is not None and (temperature := config.rollout.temperature) != 1:
             raise ValueError(f"rollout.temperature={temperature}, but {key}.url gives log-probs at 1; use {key}.model")
         if part.model is not None:
-            if not (folder := model_folder(part.model)).is_dir():
-                raise ValueError(f"{key}.model={folder} is not a folder; set it to that, or the hub id, of a model")
-            check_model(config, other := read_model(folder))
-            vocab = min(vocab, other.vocab)
+            vocab = min(vocab, _beside(config, f"{key}.model", part.model).vocab)
     if top_k > vocab:
         raise ValueError(f"algorithm.distill_top_k={top_k} exceeds the vocabulary of {vocab}; lower it")
 
@@ -207,3 +209,5 @@ def check_iterative(config: Config) -> None:
     }
     if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
         raise ValueError(problem)
+    if model and isinstance(path := model.options.get("path"), str):
+        _beside(config, "rewards: name='model': path", path)

@@ -102,6 +102,11 @@ def test_torchrun_sets_the_world() -> None:
         ({**ITERATIVE, "rewards": [{"name": "accuracy"}]}, {}, ["reward_model.train=true", "no `model`", "false"]),
         ({**ITERATIVE, "rewards": [{"name": "model"}]}, {}, ["iterative.reward_model.labels must have a reward"]),
         (
+            {"rewards": [{"name": "model", "options": {"path": "no/where"}}]},
+            {},
+            ["rewards: name='model': path=no/where is not a folder", "hub id"],
+        ),
+        (
             {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"labels": [{"name": "model"}]}}},
             {},
             ["labels must have a reward other than `model`"],
@@ -127,6 +132,7 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["samples_per_prompt=1", "nothing to compare"],
         ),
+        ({"stage": "best_of_n", "rollout": {"samples_per_prompt": 1}}, {}, ["samples_per_prompt=1", "use 2 or more"]),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
@@ -425,6 +431,9 @@ def test_warnings_name_the_values() -> None:
     assert any("1280 tokens" in text and "64" in text for text in warnings)
     assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
     assert check_config(made({"train": {"dtype": "fp32"}}), ALONE).warnings == ()
+    unread = check_config(made({"sft": {"patience": 2}, "dpo": {"beta": 0.5}}), ALONE).warnings
+    assert "sft.patience has no effect in stage: rl; it is for stage: sft" in unread
+    assert "dpo.beta has no effect in stage: rl; it is for stage: dpo or iterative_dpo" in unread
     large = parse_config({"model": {"path": str(LARGE / "glm_4_5")}, "parallel": {"tensor": 8}})
     assert any("num_nextn_predict_layers=1" in text for text in check_config(large, ALONE).warnings)
 
