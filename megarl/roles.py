@@ -42,9 +42,14 @@ class Stateful(Protocol):
 
 
 class Prompts(Stateful, Protocol):
-    """A resumable stream of prompts, the same on every rank."""
+    """A resumable stream of prompts, the same on every rank; their ids rise."""
+
+    kept: dict[str, float]  # numbers that are saved with the position
 
     def take(self, count: int) -> list[Prompt]: ...
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """`take` returns these, the last that were taken, again."""
+        ...
 
 
 Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated

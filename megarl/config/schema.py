@@ -142,7 +142,7 @@ class Algorithm(Section):
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
     entropy_coef: float = 0.0
     filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
-    max_refills: NonNegativeInt = 4  # rounds of up to a batch of fresh prompts; then the step has fewer groups
+    max_refills: NonNegativeInt = 4  # batches of fresh prompts; then the step has fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
     truncated_reward: float = 0.0  # replaces the reward of penalised responses

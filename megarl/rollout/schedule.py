@@ -3,8 +3,9 @@
     prompts --requests--> generate --scored samples--> shape --> groups --keep--> Rollout
        ^------------------------- refill, for groups that are not kept -----'
 
-A refill asks for as many prompts as will fill the batch if the share of kept groups stays what it was in this step; the
-first `count` kept groups of the stream are trained on. Their number depends on samples alone, never on time or layout.
+Every round, the first one too, asks for as many prompts as will probably fill the batch, by the share of groups that
+were kept in this and the last steps. The first `count` kept groups of the stream are trained on, and the stream goes on
+after the last of them. So what is trained on depends on samples alone: not on time, layout, or how many were asked for.
 
 `generate` samples and scores. Every rank runs this with the same inputs and returns the same groups.
 """
@@ -23,6 +24,7 @@ from megarl.roles import Prompts
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample
 
 MAX_EMPTY_STEPS = 3  # in a row
+KEPT, ASKED = "groups/kept", "groups/asked"  # of the last steps, in Prompts.kept; each step halves the earlier ones
 Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
 
 
@@ -46,6 +48,15 @@ def digest_samples(samples: Iterable[Sample]) -> str:
     return hashed.hexdigest()
 
 
+def num_prompts(missing: int, kept: float, asked: float) -> int:
+    """How many prompts to ask for so that probably `missing` groups are kept, where `kept` of `asked` were before.
+
+    More than their mean by a standard deviation: five times in six no further round is needed.
+    """
+    share = min(max(kept, 1.0) / asked, 1.0) if asked else 1.0
+    return math.ceil((missing + math.sqrt(missing * (1 - share))) / share)
+
+
 @dataclass
 class Rollouts:
     """roles.Rollouts."""
@@ -55,7 +66,7 @@ class Rollouts:
     temperature: float
     run_seed: int
     keep: Callable[[Group], bool] | None = None  # groups that are not kept are replaced by fresh prompts
-    max_refills: int = Algorithm().max_refills  # rounds of fresh prompts per step, each of at most `count`
+    max_refills: int = Algorithm().max_refills  # at most this many times `count` fresh prompts per step
     shape: Callable[[Sample], Sample] | None = None  # changes rewards (reward_shaping.py)
     greedy_baseline: bool = False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
     empty_steps: int | None = None  # number of empty steps in a row; None: no step has had a group yet
@@ -67,28 +78,36 @@ class Rollouts:
         A step without groups is empty and changes nothing. Raises ValueError if no step has had a group yet,
         CheckFailed after MAX_EMPTY_STEPS empty steps in a row.
         """
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter({"rollout/refills": 0})
         generated: list[Group] = []
         kept: list[Group] = []
         flat: list[Group] = []
-        taken = size = count
-        for refill in range(1 + self.max_refills):
-            counts["rollout/refills"] = refill
-            groups = self._groups(prompts.take(size), version, counts)
+        taken: list[Prompt] = []
+        limit = (1 + self.max_refills) * count
+        while not taken or (len(kept) < (count if self.keep else 1) and len(taken) < limit):
+            so_far = (len(kept) + prompts.kept.get(KEPT, 0.0), len(taken) + prompts.kept.get(ASKED, 0.0))
+            size = num_prompts(count - len(kept), *so_far) if self.keep else count
+            if taken:  # at most as many again, and more each time
+                counts["rollout/refills"] += 1
+                size = min(max(size, 2 ** counts["rollout/refills"]), len(taken))
+            asked = prompts.take(min(size, limit - len(taken)))
+            taken += asked
+            groups = self._groups(asked, version, counts)
             generated += groups
             for group in groups:
                 (kept if self.keep is None or self.keep(group) else flat).append(group)
-            if len(kept) >= count or (self.keep is None and kept):
-                break
-            # enough for the missing groups if as many are kept as so far, instead of a round for each half of them
-            size = min(math.ceil((count - len(kept)) * taken / max(len(kept), 1)), count)
-            taken += size
+        if self.keep:
+            for name, number in ((KEPT, len(kept)), (ASKED, len(taken))):
+                prompts.kept[name] = prompts.kept.get(name, 0.0) / 2 + number
+            if len(kept) >= count:
+                last = kept[count - 1].prompt.prompt_id
+                prompts.put_back([prompt for prompt in taken if prompt.prompt_id > last])
         counts["groups/surplus"], kept = max(len(kept) - count, 0), kept[:count]
         if not kept:  # train on groups without spread: the KL and entropy terms still have gradients
             kept, flat = flat[:count], flat[count:]
             counts["groups/kept_flat"] = len(kept)
         counts["groups/filtered"] = len(flat)
-        self._count_empty(version, (1 + self.max_refills) * count, counts, is_empty=not kept)
+        self._count_empty(version, limit, counts, is_empty=not kept)
         digest = digest_samples(sample for group in kept for sample in group.samples)
         return Rollout(tuple(kept), tuple(generated), counts, digest)
 

@@ -9,6 +9,7 @@ from planted.jail import JAIL
 from planted.judging import JUDGED
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
+from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
@@ -27,6 +28,7 @@ MUTANTS = [
     *JUDGED,
     *MODELS,
     *PREFERENCES,
+    *REFILLS,
     *REWARD_MODELS,
     *SYSTEM,
     *TRAINER,

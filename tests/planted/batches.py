@@ -89,7 +89,7 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "for source in self.sources]), self.position, None)",
+        "for source in self.sources]), self.position - 1, None)",
         "for source in self.sources]), 0, None)",
         f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
     ),
@@ -170,24 +170,6 @@ BATCHES = [
         "{sample.prompt_id} {sample.index} ",
         "",
         f"{SCHEDULE}::test_digest_sees_which_sample_it_is",
-    ),
-    (
-        "rollout/schedule.py",
-        "max(len(kept), 1)), count)",
-        "max(len(kept), 1)), count * 9)",
-        f"{SCHEDULE}::test_refills_are_bounded",
-    ),
-    (
-        "rollout/schedule.py",
-        "(count - len(kept)) * taken / max(len(kept), 1)",
-        "count - len(kept)",
-        f"{SCHEDULE}::test_filtered_groups_are_replaced_by_fresh_prompts",
-    ),
-    (
-        "rollout/schedule.py",
-        "max(len(kept) - count, 0), kept[:count]",
-        "max(len(kept) - count, 0), kept[-count:]",
-        f"{SCHEDULE}::test_the_first_groups_that_are_kept_are_trained_on_however_refills_are_sized",
     ),
     (
         "rollout/exchange.py",
