@@ -173,7 +173,7 @@ class _Sampler:
                 tokens=torch.arange(512),
                 trainable=torch.ones(512, dtype=torch.bool),
                 rollout_logprobs=torch.zeros(512),
-                versions=(version, version),
+                versions=torch.full((512,), version, dtype=torch.int32),
                 finish="stop",
             )
             for request in requests

@@ -60,7 +60,7 @@ class Sample:
     tokens: Tensor  # [L] int64
     trainable: Tensor  # [L] bool: True where the policy sampled the token
     rollout_logprobs: Tensor  # [L] fp32, of tokens[l]; 0 where not trainable
-    versions: tuple[int, int]  # oldest and newest policy version that sampled a token
+    versions: Tensor  # [L] int32, of the weights that sampled tokens[l]; -1 where not trainable
     finish: Finish
     text: str = ""  # the response, decoded
     reward: float | None = None  # None: not scored (yet, or the reward failed)
@@ -71,7 +71,12 @@ class Sample:
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
 
 
-SAMPLE_TENSORS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of a Sample
+SAMPLE_TENSORS = {  # [L] of a Sample
+    "tokens": torch.int64,
+    "rollout_logprobs": torch.float32,
+    "versions": torch.int32,
+    "trainable": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class TrainBatch(TokenBatch):
     group: Tensor  # [N] int64, dense ids 0..G-1
     prompt_id: Tensor  # [N] int64
     finish: Tensor  # [N] int64, index into FINISH
-    versions: Tensor  # [N, 2] int64
+    versions: Tensor  # [T] int32, of the weights that sampled labels[t]; -1 where the mask is False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     rewards = torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32)
     token_rewards, step_ends, outcome_at = _place_rewards(samples, rewards, tokens)
     logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)
+    versions_T = _shifted(_flat([sample.versions for sample in samples], torch.int32), tokens.cu_seqlens)
     return TrainBatch(
         tokens=tokens.tokens,
         labels=tokens.labels,
@@ -86,7 +87,7 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
         group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
         finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
-        versions=torch.tensor([sample.versions for sample in samples], dtype=torch.int64).reshape(-1, 2),
+        versions=torch.where(tokens.mask, versions_T, -1),
         temperature=temperature,
     )
 

@@ -284,10 +284,16 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
         tokens=torch.tensor(prompt + response),
         trainable=torch.arange(skipped + len(response)) >= skipped,
         rollout_logprobs=logprobs,
-        versions=(version, version),
+        versions=sample_versions(skipped, [(version, 0, len(response))]),
         finish=FINISHES.get(answer.finish_reason, "abort"),
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
     )
+
+
+def sample_versions(prompt_tokens: int, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """[L] int32: `Sample.versions` of a prompt and a response with these (version, start, end), one after the other."""
+    rows = [torch.full((end - start,), version, dtype=torch.int32) for version, start, end in spans]
+    return torch.cat([torch.full((prompt_tokens,), -1, dtype=torch.int32), *rows])
 
 
 def _moe_backend() -> str:

@@ -4,9 +4,9 @@
     the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
                                          '--> a reward model, whose forward pass takes all ranks, adds its scores
 
-The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks], in
-host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before anything is sent,
-so that its peers do not wait for it.
+The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | versions |
+masks], in host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before
+anything is sent, so that its peers do not wait for it.
 """
 
 from __future__ import annotations
@@ -157,6 +157,5 @@ def unpack(part: Tensor) -> list[Sample]:
         columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()
         offset = end
     for row in rows:  # JSON has lists only
-        row["versions"] = tuple(row["versions"])
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
     return [Sample(**row, **{name: columns[name][i] for name in SAMPLE_TENSORS}) for i, row in enumerate(rows)]

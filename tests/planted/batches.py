@@ -221,7 +221,7 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        'row["versions"] = tuple(row["versions"])',
+        'row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))',
         "pass",
         f"{EXCHANGE}::test_round_trip_is_exact",
     ),

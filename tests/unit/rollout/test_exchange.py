@@ -20,7 +20,7 @@ def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
         "tokens": torch.arange(length) + 2**40,
         "trainable": torch.arange(length) % 2 == 0,
         "rollout_logprobs": torch.randn(length) * 1e-7,
-        "versions": (3, 2**35),
+        "versions": torch.arange(length, dtype=torch.int32) + 2**30,
         "finish": "length",
     }
     return Sample(**values | changes)
@@ -54,7 +54,8 @@ def test_reward_that_is_not_a_number_survives():
 class Sampler:
     def sample(self, requests, *, version, finished):
         samples = [
-            sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests
+            sample(request.prompt.prompt_id, request.index, 3, versions=torch.full((3,), version).int())
+            for request in requests
         ]
         finished(samples)
         return samples

@@ -53,7 +53,7 @@ def generator(reward):
                     tokens,
                     torch.tensor([False, True]),
                     torch.zeros(2),
-                    (version, version),
+                    torch.tensor([-1, version], dtype=torch.int32),
                     "stop",
                     reward=value,
                     extra={} if value is not None else {"dropped": "reward/f/error"},
@@ -220,9 +220,9 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
 
 def test_spread_is_of_what_is_trained():
     def group(*rewards, finish="stop", steps=()):
-        tokens = torch.tensor([1, 2])
+        tokens, zeros = torch.tensor([1, 2]), torch.zeros(2)
         samples = tuple(
-            Sample(0, i, tokens, tokens > 1, torch.zeros(2), (0, 0), finish, reward=r, step_rewards=steps)
+            Sample(0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps)
             for i, r in enumerate(rewards)
         )
         return Group(Prompt(0, (1,), ""), samples)
@@ -284,6 +284,6 @@ def test_digest_sees_every_token_and_its_place():
 def test_digest_sees_which_sample_it_is():
     def digest_of(prompt_id: int, index: int) -> str:
         tokens = torch.tensor([1, 2])
-        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), (0, 0), "stop")])
+        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), tokens.int(), "stop")])
 
     assert len({digest_of(0, 0), digest_of(0, 1), digest_of(1, 0)}) == 3
