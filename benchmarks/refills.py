@@ -18,6 +18,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,13 +26,13 @@ from typing import Any
 from megarl.platform.env import child_env
 
 HERE = Path(__file__).resolve().parents[1]
-STEPS, SAMPLES = 200, 8
+STEPS, SAMPLES = 100, 8
 RUNS = {  # prompts a step, mean chance at the start and at the end, sum of the beta's parameters
     "learns, 0.3 to 0.9": (64, 0.3, 0.9, 1.5),
     "hard, 0.02 to 0.3": (64, 0.02, 0.3, 1.0),
     "nearly solved, 0.9 to 0.98": (64, 0.9, 0.98, 1.0),
     "small batch, 0.3 to 0.9": (8, 0.3, 0.9, 1.5),
-    "large batch, 0.3 to 0.9": (512, 0.3, 0.9, 1.5),
+    "large batch, 0.3 to 0.9": (256, 0.3, 0.9, 1.5),
 }
 
 
@@ -48,7 +49,7 @@ class Stream:
         self.position += count
         return [Prompt(number, (1,), "") for number in range(self.position - count, self.position)]
 
-    def put_back(self, prompts: list[Any]) -> None:
+    def put_back(self, prompts: Sequence[Any]) -> None:
         self.position -= len(prompts)
 
 
@@ -107,7 +108,9 @@ def main() -> int:
     for name in RUNS:
         for which, tree in trees.items():
             command = [sys.executable, __file__, "--run", name]
-            done = subprocess.run(command, env=child_env(PYTHONPATH=tree), capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, env=child_env(PYTHONPATH=str(tree)), capture_output=True, text=True, check=True
+            )
             row = json.loads(done.stdout)
             print(f"{name:28}{which:8}" + "".join(f"{value:8.3g}" for value in row.values()), flush=True)
     return 0

@@ -115,7 +115,7 @@ def main(config: str, *values: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rewards = "rewards=[{name: accuracy}, {name: 'benchmarks.step_phases:nothing', weight: 0}]"
         command = [sys.executable, "-m", "megarl.cli", "train", config, f"run.dir={folder}", "run.name=phases", rewards]
-        env = child_env(PYTHONPATH=ROOT, **{VARIABLE: f"{folder}/phases.json"})
+        env = child_env(PYTHONPATH=str(ROOT), **{VARIABLE: f"{folder}/phases.json"})
         before = os.getloadavg()[0]
         subprocess.run([*command, *values], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         seconds = json.loads(Path(folder, "phases.json").read_text())

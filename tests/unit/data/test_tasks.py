@@ -269,7 +269,9 @@ def test_prompts_that_are_put_back_come_again(sizes: list[int], steps: list[tupl
     trained, now = [], stream(task, max_tokens=6)
     for number, (count, back) in enumerate(steps):
         if number == stop:
-            state, now = json.loads(json.dumps(now.state())), stream(task, max_tokens=6)
+            state = json.loads(json.dumps(now.state()))
+            now.restore(state | {"position": now.position + 3})  # elsewhere, and back
+            now.take(2)
             now.restore(state)
         taken = now.take(count)
         used = max(count - back, 0)
