@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # overrides may follow options
     overrides = [*getattr(args, "overrides", ()), *rest, *(t for t in getattr(args, "layouts", ()) if "=" in t)]
     try:
+        if args.command == "audit":
+            return _audit(args.run_dir)
         if args.command == "report":
             return _report([Path(folder) for folder in args.run_dirs], is_comparison=args.compare)
         if args.command == "convert":
@@ -102,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="draw the curves of runs: report.png and report.html")
     report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
     report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory, e.g. runs/quickstart")
+    ledger = commands.add_parser(
+        "audit", help="balance a run's ledger: what became of every prompt; exit 3 if it does not"
+    )
+    ledger.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -257,6 +263,16 @@ def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
     for page in [write_comparison(folders)] if is_comparison else map(write_report, folders):
         print(f"report: {page}")
     return DONE
+
+
+def _audit(folder: Path) -> int:
+    from megarl.telemetry.ledger import audit
+
+    report = audit(folder)
+    print(report)
+    for problem in report.problems:
+        print(f"megarl: {problem}", file=sys.stderr)
+    return REFUSED if report.problems else DONE
 
 
 def run() -> NoReturn:

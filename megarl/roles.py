@@ -44,7 +44,10 @@ class Stateful(Protocol):
 class Prompts(Stateful, Protocol):
     """A resumable stream of prompts, the same on every rank; their ids rise."""
 
-    kept: dict[str, float]  # numbers that are saved with the position
+    @property
+    def kept(self) -> dict[str, float]:
+        """Numbers that are saved with the position."""
+        ...
 
     def take(self, count: int) -> list[Prompt]: ...
     def put_back(self, prompts: Sequence[Prompt]) -> None:
@@ -61,6 +64,30 @@ class Sampler(Protocol):
     def sample(
         self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
     ) -> list[Sample]: ...
+
+
+class AsyncSampler(Protocol):
+    """Samples from the policy on its own, while the caller does other things: the replicas of the split topology.
+
+    A request is known by its prompt's id and its index; no two of one pair are alive. Each comes back once.
+    """
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Returns at once. A prompt's requests go to one replica, of those with verified weights."""
+        ...
+
+    def poll(self, timeout_s: float | None = None) -> list[Sample]:
+        """Returns the samples finished since the last call; waits for one, at most `timeout_s`. Raises CheckFailed if
+        no replica is left, Terminated after SIGTERM."""
+        ...
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Ends these early: each still comes back, with finish "abort" and what it has."""
+        ...
+
+    def running(self) -> int:
+        """Returns how many have not come back."""
+        ...
 
 
 class Scoring(Protocol):
@@ -82,6 +109,9 @@ class Rollouts(Protocol):
     """Generates, scores, filters and refills groups of samples; returns the same groups on every rank."""
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
+    def trained(self, step: int, update: StepReport | None = None, *, by: str = "policy") -> None:
+        """The groups that were collected for this step are used up: no later step or resumed run samples them."""
+        ...
 
 
 # Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to refuse the update.

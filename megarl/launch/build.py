@@ -35,6 +35,7 @@ from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
+from megarl.roles import Prompts
 from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -179,7 +180,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank, trainer: Trainer, prompts: PromptStream, state: ObjectiveState, further: Further | None = None
+    rank: Rank, trainer: Trainer, prompts: Prompts, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
     return Checkpoints(

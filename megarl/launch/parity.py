@@ -7,7 +7,7 @@ checks.max_logprob_diff sets a bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -86,6 +86,7 @@ class ParityChecks:
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
     floor: Quantiles | None = None  # as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
+    version: Callable[[], int | None] = lambda: None  # of the weights last published; None: all tokens have it
 
     def check(self) -> None:
         """publish.Probe."""
@@ -124,9 +125,19 @@ class ParityChecks:
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
 
+        Tokens of older weights differ because the trainer has moved on: they are not judged. If there are no others,
+        the probe of the last sync was the judge.
         The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
         REMEASURED_EVERY batches where more than half of the limit is used up.
         """
+        version = self.version()
+        is_fresh_T = batch.mask & (batch.versions == version)
+        if version is not None and not is_fresh_T.equal(batch.mask):
+            batch = replace(batch, mask=is_fresh_T)
+            rows = batch.mask.split(batch.cu_seqlens.diff().tolist())
+            batch = take_rows(batch, [row for row, mask_L in enumerate(rows) if mask_L.any()])
+            if not batch.num_rows:
+                return {}
         assert batch.old_logprobs is not None
         found = Quantiles.of((batch.old_logprobs - batch.rollout_logprobs)[batch.mask])
         parity, prompts = compare(batch), batch.prompt_id.unique().numel()

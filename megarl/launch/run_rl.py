@@ -19,7 +19,7 @@ from megarl.algorithms.parity import Quantiles
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
 from megarl.checkpoint.torch_dist import CRITIC
-from megarl.config.load import changed
+from megarl.config.load import changed, run_dir
 from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
@@ -65,6 +65,7 @@ from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
 from megarl.stages.rl import RlRun, train
+from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
@@ -176,14 +177,14 @@ def train_policy(
     keep on the device what they do not need together.
     """
     config = rank.config
-    trainer, prompts = make_trainer(rank), make_prompts(rank)
+    trainer, ledger = make_trainer(rank), Ledger(make_prompts(rank))
     objective = objective or make_objective(config)
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
     if isinstance(learner, ActorCritic):
         further = replace(further, models={CRITIC: learner.critic, **further.models})
-    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state(), further)
+    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), further)
     start, state = checkpoint.restore(config.checkpoint.resume)
     for trained in learner.trainers:
         check_weights(rank, trained)
@@ -191,6 +192,7 @@ def train_policy(
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
+        ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
@@ -198,8 +200,8 @@ def train_policy(
         weights.span = phases.part
         timed = learner.timed(phases.part)
         run = RlRun(
-            prompts=prompts,
-            rollouts=_rollouts(rank, exchange),
+            prompts=ledger,
+            rollouts=_rollouts(rank, exchange, ledger),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
@@ -284,7 +286,7 @@ def _exchange(
     )
 
 
-def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
+def _rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
@@ -296,6 +298,7 @@ def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
         max_refills=algorithm.max_refills,
         shape=Shaping(algorithm, config.rollout.max_tokens),
         greedy_baseline=algorithm.advantage == "remax",
+        ledger=ledger,
     )
 
 
@@ -330,7 +333,8 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always",
+        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
+        version=lambda: engine.receiver.version,
         is_moe=rank.shape.is_moe,
         find=CauseSearch(trainer, engine, rank.transport, rounding_of(trainer)).find,
     )

@@ -21,9 +21,14 @@ REFILLS = [
     ("rollout/schedule.py", "(missing + math.sqrt(missing * (1 - share)))", "missing", FEWER),
     ("rollout/schedule.py", "/ 2 + number", "* 0", FEWER),
     ("rollout/schedule.py", "/ 2 + number", "/ 2 + len(taken)", FEWER),
-    ("rollout/schedule.py", "[:count]\n        if not kept", "[-count:]\n        if not kept", SAME),
-    ("rollout/schedule.py", "for prompt in taken if prompt.prompt_id > last]", "for prompt in taken[:0]]", SAME),
-    ("rollout/schedule.py", "last = kept[count - 1]", "last = kept[-1]", SAME),
+    (
+        "rollout/schedule.py",
+        "kept[count:] = max(len(kept) - count, 0), []",
+        "kept[:-count] = max(len(kept) - count, 0), []",
+        SAME,
+    ),
+    ("rollout/schedule.py", "batch.carried = taken[taken.index(", "batch.carried = taken[:0][taken.index(", SAME),
+    ("rollout/schedule.py", "taken.index(kept[count - 1].prompt)", "taken.index(kept[-1].prompt)", SAME),
     (
         "rollout/schedule.py",
         "share = min(max(kept, 1.0) / asked, 1.0)",
