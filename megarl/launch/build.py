@@ -116,7 +116,7 @@ def make_trainer(
         folder=folder or rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
-        megatron_options=config.trainer.megatron_options,
+        megatron_options={"fp8": config.precision.fp8} | config.trainer.megatron_options,
         beside=beside,
     )
 
