@@ -33,13 +33,13 @@ from megarl.launch.build import (
     make_evaluation,
     make_learner,
     make_prompts,
+    make_quantizer,
     make_trainer,
     open_rank,
     rank_telemetry,
     saved,
 )
 from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.fp8 import make_quantizer
 from megarl.launch.parity import (
     CAUSE_ROWS,
     MOE_PROBE_PROMPTS,

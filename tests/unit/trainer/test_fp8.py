@@ -8,10 +8,15 @@ from tiny_trainer import SMALL, build, make_batch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
+from megarl.algorithms.parity import Excess, Quantiles
 from megarl.config.schema import Fp8
 from megarl.data.packing import plan_microbatches
+from megarl.launch.parity import measure_logprobs
+from megarl.models.fp8 import fp8_format, with_scales
+from megarl.models.shards import slices_of
 from megarl.trainer.fp8 import MULTIPLES, RECIPES, _Product
 from megarl.trainer.trainer import Trainer
+from megarl.weights.fp8 import Fp8Quantizer
 
 # Of rounding to 3 bits of mantissa, the relative error is uniform in +-2^-4 x (1 to 1/2); its root mean square for
 # mantissas that are uniform in their logarithm is 0.0255, and of 2 bits twice as much. A product has two operands.
@@ -116,3 +121,19 @@ def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
     counts = [sum(microbatch.padded) for microbatch in trainer.microbatches(make_batch(num_rows=5, seed=1))]
     trainer.close()
     assert all(count % MULTIPLES[recipe] == 0 for count in counts), counts
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_quantising_changes_is_part_of_the_policys_floor_only(tmp_path):
+    """The probe is judged by rounding, against the quantised weights; what was sampled, also by what these change."""
+    trainer = build(tmp_path, SMALL | WIDE, dtype="bf16")
+    fmt = fp8_format(trainer.shape, 1)
+    slices = slices_of(with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout)
+    batch = make_batch(num_rows=16, seed=3)
+    before = trainer.logprobs(batch)
+    measured = measure_logprobs(trainer, batch, Fp8Quantizer(slices, fmt, lambda values, is_expert: None))
+    after, gap = trainer.logprobs(batch), Quantiles.of(before[batch.mask] - measured.logprobs_K)
+    trainer.close()
+    assert torch.equal(before, after), "the trainer has its own weights again"
+    assert Excess(gap, measured.of_policy).is_explained
+    assert not Excess(gap, measured.floor).is_explained
