@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _serve_reward(args)
         if args.command == "plan":
             return _plan(args, overrides)
+        if args.command == "check" and args.precision:
+            return _precision(args.config, overrides)
         if args.command == "check" and (args.parity or args.sync):
             return _run("parity" if args.parity else "sync", args.config, overrides)
         if args.command == "check":
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
     check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
     check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
+    check.add_argument("--precision", action="store_true", help="list the precision of every module on both sides")
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
@@ -189,6 +192,18 @@ def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     env = Env.read()
     config = resolve_model(load_config(path, overrides), env)
     return check_layouts_of(config, layouts, env, partial(_launch, env))
+
+
+def _precision(path: str, overrides: Sequence[str]) -> int:
+    from megarl.config.load import load_config
+    from megarl.config.validate import check_config
+    from megarl.launch.downloads import resolve_model
+    from megarl.planner.precision import describe_precision
+
+    env = Env.read()
+    config = resolve_model(load_config(path, overrides), env)
+    print(describe_precision(config, check_config(config, env, command="check").model))
+    return DONE
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:

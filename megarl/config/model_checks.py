@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from megarl.config.names import ENGINE_STAGES
-from megarl.config.schema import Config, Critic
+from megarl.config.schema import Config, Critic, Fp8
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.models.fp8 import ROWS, fp8_format
 from megarl.models.hub import model_folder
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
+from megarl.platform.env import has_bf16_products
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
@@ -100,6 +102,58 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
             f"head_dim={shape.head_dim}, but vLLM's attention on CPU supports {', '.join(map(str, CPU_HEAD_DIMS))}; "
             "choose one of them for model.create.head_dim, or run on a GPU"
         )
+
+
+def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that share a scale."""
+    rollout, dtype = config.rollout, config.train.dtype
+    if rollout.quantization == "none":
+        return
+    if dtype != "bf16":
+        raise ValueError(
+            f"rollout.quantization=fp8 with train.dtype={dtype}: vLLM's FP8 kernels take bf16 activations; set "
+            "train.dtype=bf16"
+        )
+    rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
+    if gpus and rows != ROWS[0]:
+        raise ValueError(
+            f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with rollout.tensor="
+            f"{rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower rollout.tensor, or set quantization=none"
+        )
+    if not gpus and not has_bf16_products():
+        raise ValueError("rollout.quantization=fp8 on a CPU needs one with AVX512-BF16 or AMX; set it to none")
+
+
+def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
+    """Whether the linear layers of `layer` of `layers` compute in FP8."""
+    return fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
+
+
+def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError for what FP8 training lacks here."""
+    if (fp8 := config.precision.fp8) is None:
+        return
+    where, ends = f"precision.fp8.recipe={fp8.recipe}", fp8.first_last_bf16
+    problems = {
+        f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
+        "precision.fp8.emulate=true to round as it does": not gpus and not fp8.emulate,
+        "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it": gpus and fp8.emulate,
+        f"{where} cannot be emulated: its scales come from earlier batches; use tensorwise": (
+            fp8.emulate and fp8.recipe == "delayed"
+        ),
+        "precision.fp8.params=true is not available in this version; leave it at false": fp8.params,
+        f"{where} needs train.dtype=bf16 on a GPU, not {config.train.dtype}; set it": (
+            gpus and config.train.dtype != "bf16"
+        ),
+        f"precision.fp8.first_last_bf16={ends} leaves none of the {shape.layers} layers in FP8; lower it": (
+            2 * ends >= shape.layers
+        ),
+        f"precision.fp8.first_last_bf16={ends} with recipe=delayed is not supported by Megatron-Core; set it to 0": (
+            ends and fp8.recipe == "delayed"
+        ),
+    }
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(problem)
 
 
 def _divides(name: str, size: int, by: str, count: int) -> None:

@@ -220,6 +220,8 @@ class Rollout(Section):
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
+    # fp8: linear layers of the engine in blocks of 128 x 128 with a scale each, quantised during the sync
+    quantization: Literal["none", "fp8"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
 
 
@@ -251,8 +253,17 @@ class Trainer(Section):
     megatron_options: Options = {}
 
 
+class Fp8(Section):
+    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
+    params: bool = False  # keep parameters in FP8
+    first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
+    emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
+
+
 class Precision(Section):
-    fp8: dict[str, Any] | None = None  # {recipe: blockwise | delayed | tensorwise | mxfp8, ...}
+    fp8: Fp8 | None = None
 
 
 class Sft(Section):

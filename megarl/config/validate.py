@@ -30,7 +30,7 @@ from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness", "precision.fp8",
+    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
 )  # fmt: skip
 
 
@@ -62,6 +62,9 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         model_checks.check_gpu_trainer(config, shape)
     elif has_engine:
         model_checks.check_cpu_engine(config, shape)
+    if has_engine:
+        model_checks.check_fp8_rollout(config, shape, gpus)
+    model_checks.check_fp8_training(config, shape, gpus)
     _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)

@@ -7,6 +7,7 @@ checks.max_logprob_diff sets a bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -28,6 +29,7 @@ from megarl.debug.sublayers import rounding_errors
 from megarl.rollout.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
+from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
 
 PROBE_PROMPTS = 8
@@ -42,13 +44,20 @@ CAUSE_ROWS = 8
 class Measured:
     """Log-probs [K] of the tokens in the mask, and what two correct implementations of them differ by."""
 
-    logprobs_K: Tensor
+    logprobs_K: Tensor  # with the engine's weights, if it quantises them
     floor: Quantiles
+    quantised: Quantiles | None = None
+
+    @property
+    def of_policy(self) -> Quantiles:
+        """What log-probs of the trained weights, which the engine may quantise, differ by from the engine's."""
+        return self.quantised or self.floor
 
 
-def rounding_of(trainer: Trainer) -> float:
-    """Returns the relative rounding error of a sublayer's output."""
-    dtype = trainer.train.dtype
+def rounding_of(trainer: Trainer, *, is_fp8: bool = False) -> float:
+    """Returns the relative rounding error of a sublayer's output. `is_fp8`: the engine's weights are FP8, and on a GPU
+    also the activations that they are multiplied with."""
+    dtype = "fp8" if trainer.fp8 or (is_fp8 and trainer.device.type == "cuda") else trainer.train.dtype
     return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
 
 
@@ -60,15 +69,29 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
     return few, few.rollout_logprobs
 
 
-def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
-    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors."""
-    eps = rounding_of(trainer)
+def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
+    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors.
 
-    exact_K, noise = trainer.logprobs(batch)[batch.mask], []
-    for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))):
-        with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
-            noise.append(trainer.logprobs(batch)[batch.mask] - exact_K)
-    return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR))
+    With a quantizer, these are of the weights that the engine has, and there is one more of those that are trained.
+    """
+    eps = rounding_of(trainer, is_fp8=quantizer is not None)
+    trained_K, noise = trainer.logprobs(batch)[batch.mask], []
+    with through_fp8(trainer, quantizer):
+        seen_K = trained_K if quantizer is None else trainer.logprobs(batch)[batch.mask]
+        for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))):
+            with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
+                noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
+    noise_DK = torch.stack(noise)
+    floor, quantised = (
+        rounding_floor(seen_K, each_DK, error=LOG_SOFTMAX_ERROR)  # which doubles the variance
+        for each_DK in (noise_DK, noise_DK + (seen_K - trained_K) / 2**0.5)
+    )
+    return Measured(seen_K, floor, quantised)
+
+
+def through_fp8(trainer: Trainer, quantizer: Fp8Quantizer | None) -> AbstractContextManager[None]:
+    """Within it, the trainer's weights are those of an engine that quantises them."""
+    return nullcontext() if quantizer is None else quantizer.through_fp8(trainer.parameters_by_name())
 
 
 @dataclass
@@ -84,7 +107,7 @@ class ParityChecks:
     always: bool = False
     is_moe: bool = False
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
-    floor: Quantiles | None = None  # as last measured
+    floor: Quantiles | None = None  # of the policy's tokens, as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
     version: Callable[[], int | None] = lambda: None  # of the weights last published; None: all tokens have it
 
@@ -112,7 +135,7 @@ class ParityChecks:
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         measured = self.measure(batch)
-        self.floor = floor = self.transport.gather(measured.floor)[0]
+        floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
         scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
         found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
@@ -171,7 +194,7 @@ class ParityChecks:
         return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"
 
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
-        self.floor, self.floor_age = self.measure(batch).floor, 0
+        self.floor, self.floor_age = self.measure(batch).of_policy, 0
         return self.floor
 
     def _of_rank_0(self, x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from megarl.launch.build import (
     make_evaluation,
     make_learner,
     make_prompts,
+    make_quantizer,
     make_trainer,
     open_rank,
     rank_telemetry,
@@ -48,14 +49,16 @@ from megarl.launch.parity import (
     measure_logprobs,
     rounding_of,
     sampled_rows,
+    through_fp8,
 )
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
+from megarl.models.fp8 import scale_shapes, with_scales
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shards import slices_of
-from megarl.planner.weight_sync import fleet_of, plan_of
+from megarl.planner.weight_sync import fleet_of, plan_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
@@ -125,7 +128,8 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(unchecked, env, phase) as rank:
         trainer, engine, parity, _ = _synced(rank)
         batch = parity_batch(rank, engine)
-        measured = measure_logprobs(trainer, batch)
+        quantizer = make_quantizer(rank, trainer)
+        measured = measure_logprobs(trainer, batch, quantizer)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
         excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
         if env.is_main:
@@ -136,7 +140,7 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
         if not excess.is_explained:
             assert parity.find
             few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-            cause = parity.find(few, measure_logprobs(trainer, few).floor, logprobs_T)
+            cause = parity.find(few, measure_logprobs(trainer, few, quantizer).floor, logprobs_T)
             raise CheckFailed(
                 f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
             )
@@ -251,6 +255,7 @@ def make_engine(rank: Rank) -> Engine:
         dtype=DTYPES[rank.config.train.dtype],
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
+        fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
     )
     engine.before_steps(partial(_before_engine_step, rank))
@@ -326,9 +331,16 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
     longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
     count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
+    quantizer = make_quantizer(rank, trainer)
+    search = CauseSearch(trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None))
+
+    def find(*args: Any) -> str | None:
+        with through_fp8(trainer, quantizer):
+            return search.find(*args)
+
     return ParityChecks(
         rank.transport,
-        partial(measure_logprobs, trainer),
+        partial(measure_logprobs, trainer, quantizer=quantizer),
         engine,
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
@@ -336,7 +348,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
         version=lambda: engine.receiver.version,
         is_moe=rank.shape.is_moe,
-        find=CauseSearch(trainer, engine, rank.transport, rounding_of(trainer)).find,
+        find=find,
     )
 
 
@@ -344,17 +356,22 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
+    sender, fmt = WeightSender(trainer.local_slices(), trainer.parameters_by_name), rollout_format(config, shape)
+    if fmt and (quantizer := make_quantizer(rank, trainer)):
+        weights = weights.in_fp8(scale_shapes(shape, fmt))
+        sender = quantizer.sender(trainer.parameters_by_name)
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
     ranks = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
     if shape.bridge:
         table, kept = None, rank.transport.gather(list(engine.receiver.slices))
         plan = plan_slices(weights, trainer.slices_by_rank(), kept, round_bytes=config.sync.round_bytes, **ranks)
     else:
-        table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
+        table = engine_table(shape)
+        table = slices_of(with_scales(table, fmt) if fmt else table, shape, fleet.engine_layout(env.rank))
         plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
     return Publisher(
         plan,
-        WeightSender(trainer.local_slices(), trainer.parameters_by_name),
+        sender,
         engine.receiver,
         rank.transport,
         weights,

@@ -21,10 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import Rollout
+from megarl.models.formats import BlockFormat
+from megarl.models.fp8 import quantization_config, scale_shapes
+from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
 from megarl.types import CheckFailed, Finish, Request, Sample
+from megarl.weights.publish import WeightFormat
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -57,12 +61,13 @@ class Engine:
         dtype: torch.dtype,
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
+        fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Starts vLLM with dummy weights.
 
         `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
-        (models.registry.hf_shapes), `fp32` those that are never bf16.
+        (models.registry.hf_shapes), `fp32` those that are never bf16. `fp8`: the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -75,23 +80,21 @@ class Engine:
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
+        quantization = {"quantization_config": quantization_config(read_model(folder), fp8)} if fp8 else {}
+        with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             settings: dict[str, Any] = {
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
+                "hf_overrides": quantization,
                 "tensor_parallel_size": rollout.tensor,
                 "distributed_executor_backend": "external_launcher",
                 "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
                 "gpu_memory_utilization": rollout.gpu_memory_utilization,
-                "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-                "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
                 "enforce_eager": eager,
-                "moe_backend": _moe_backend(),
-                "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
-                "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+                **_device_settings(rollout, on_cpu=on_cpu),
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
@@ -104,8 +107,9 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, dtype)
-        receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
+        weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
+        trace = trace_loader(model, weights.shapes, dtype)
+        receiver = LayerReceiver(model, trace, weights, llm.reset_prefix_cache)
         return cls(llm, rollout, stop_token_ids, receiver, eager)
 
     def before_steps(self, function: Callable[[], None]) -> None:
@@ -294,6 +298,16 @@ def sample_versions(prompt_tokens: int, spans: Sequence[tuple[int, int, int]]) -
     """[L] int32: `Sample.versions` of a prompt and a response with these (version, start, end), one after the other."""
     rows = [torch.full((end - start,), version, dtype=torch.int32) for version, start, end in spans]
     return torch.cat([torch.full((prompt_tokens,), -1, dtype=torch.int32), *rows])
+
+
+def _device_settings(rollout: Rollout, *, on_cpu: bool) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
+        "moe_backend": _moe_backend(),
+        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
+        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+    }
 
 
 def _moe_backend() -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
-from megarl.config.schema import Moe, Train
+from megarl.config.schema import Fp8, Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
@@ -35,6 +35,7 @@ from megarl.models.shards import ShardSlice, Table, shapes_of, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
+from megarl.trainer.fp8 import MULTIPLES, emulate, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
@@ -65,6 +66,7 @@ class Trainer:
     table: Table | None  # of the model with its head; None: the family has none
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
+    fp8: Fp8 | None = None
 
     @classmethod
     def build(
@@ -78,7 +80,8 @@ class Trainer:
         moe: Moe | None = None,
         head: Head | None = None,  # None: log-probs over the vocabulary
         seed: int = 0,
-        megatron_options: Mapping[str, Any] | None = None,  # of TransformerConfig and DistributedDataParallelConfig
+        # of TransformerConfig and DistributedDataParallelConfig; `fp8` may be the section precision.fp8
+        megatron_options: Mapping[str, Any] | None = None,
         beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
@@ -91,7 +94,11 @@ class Trainer:
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
+        if isinstance(fp8 := options.get("fp8"), Fp8):
+            options = {**options, "fp8": None} | megatron_settings(fp8, device)
         model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
+        if isinstance(fp8, Fp8) and fp8.emulate:
+            emulate(model, fp8)
         if traced is None:
             table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
             slices = slices_of(table, shape, layout)
@@ -106,7 +113,7 @@ class Trainer:
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses, memory,
-            table, traced, owns_groups=beside is None,
+            table, traced, owns_groups=beside is None, fp8=fp8 if isinstance(fp8, Fp8) else None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -241,7 +248,8 @@ class Trainer:
 
     def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...], *, share: bool = False) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
-        tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
+        context, is_read_T = self.layout.cp, self.head.positions(batch)
+        tensor = self.layout.tp.size * (MULTIPLES[self.fp8.recipe] if self.fp8 else 1)  # what its tokens divide by
         microbatches = [
             pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device, share=share)
             for part in rows

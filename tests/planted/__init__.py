@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.fp8 import FP8
 from planted.gpu import GPU
 from planted.iterative import ITERATIVE
 from planted.jail import JAIL
@@ -23,6 +24,7 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *FP8,
     *GPU,
     *ITERATIVE,
     *JAIL,
