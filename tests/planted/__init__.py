@@ -11,6 +11,7 @@ from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
+from planted.staleness import STALE
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
@@ -30,6 +31,7 @@ MUTANTS = [
     *PREFERENCES,
     *REFILLS,
     *REWARD_MODELS,
+    *STALE,
     *SYSTEM,
     *TRAINER,
     *UNTRUSTED,
