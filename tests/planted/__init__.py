@@ -13,6 +13,7 @@ from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
 from planted.stages import STAGES
+from planted.staleness import STALE
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
@@ -34,6 +35,7 @@ MUTANTS = [
     *REFILLS,
     *REWARD_MODELS,
     *STAGES,
+    *STALE,
     *SYSTEM,
     *TRAINER,
     *UNTRUSTED,
