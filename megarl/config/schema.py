@@ -220,6 +220,8 @@ class Rollout(Section):
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
+    # whose choice of experts the trainer replays: the engine's, or that of its own forward pass before the updates
+    router_replay: Literal["none", "engine", "trainer"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
 
 

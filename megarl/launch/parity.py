@@ -7,7 +7,7 @@ checks.max_logprob_diff sets a bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -83,6 +83,7 @@ class ParityChecks:
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
     is_moe: bool = False
+    replays: bool = False  # the trainer, the routes of rank 0's engine
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
     floor: Quantiles | None = None  # as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
@@ -110,9 +111,14 @@ class ParityChecks:
         rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
+        if self.replays:
+            scores, routes = self.engine.score_with_routes(rows)
+            batch = replace(batch, routes=self.transport.gather(routes)[0])
+        else:
+            scores = self.engine.score(rows)
         measured = self.measure(batch)
         self.floor = floor = self.transport.gather(measured.floor)[0]
-        scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
+        scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
         found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
