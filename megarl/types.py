@@ -52,6 +52,24 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts chosen for the tokens of one row, in each layer that has experts.
+
+    Every rank has the owners and checksums; only the owner of a layer has its experts. A token of which one expert is
+    given K times has no known route: the last token of a sample, which the engine never computed.
+    """
+
+    owners: tuple[int, ...]  # rank, by layer
+    checksums: tuple[int, ...]  # weights.checksum.row_checksums, by layer
+    experts: Tensor | None = None  # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Returns the smallest dtype that holds the index of an expert."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One response with its prompt in front; element l of every tensor describes ``tokens[l]``."""
 
@@ -69,6 +87,7 @@ class Sample:
     has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
+    routes: Routes | None = None  # the engine's; None: not captured
 
 
 SAMPLE_TENSORS = {  # [L] of a Sample
@@ -109,6 +128,7 @@ class TokenBatch:
     cu_seqlens: Tensor  # [N + 1] int64
     temperature: float  # of the softmax
     extra_labels: Tensor | None = None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
+    routes: tuple[Routes | None, ...] = ()  # by row, to be replayed; empty: the routers choose
 
     @property
     def num_rows(self) -> int:
@@ -183,6 +203,7 @@ class TokenScores:
     # [T]: V of the state before each label; with critic.bootstrap_truncated, at the last position of a row too, where
     # it is V after the last label; None: no critic
     values: Tensor | None = None
+    routes: tuple[Routes | None, ...] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
 
 
 @dataclass(frozen=True, slots=True)

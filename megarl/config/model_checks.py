@@ -70,6 +70,33 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
         )
 
 
+def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
+    mode, train = config.rollout.router_replay, config.train
+    if mode == "none":
+        return
+    updates = train.updates_per_step * train.epochs_per_batch
+    problems = {
+        f"but the model ({shape.family}) has no experts; set it to none": not shape.is_moe,
+        f"which {shape.family} on Megatron-Bridge does not support; set it to none": shape.bridge is not None,
+        f"but experts_per_token={shape.experts_per_token}; it needs 2 or more, set it to none": (
+            shape.experts_per_token == 1
+        ),
+        f"but stage={config.stage} has no policy gradient on samples; set it to none": (
+            config.stage not in ("rl", "iterative_grpo")
+        ),
+        "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that": (
+            config.trainer.megatron_options.get("moe_router_fusion", False)
+        ),
+        "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that": (
+            mode == "engine" and config.rollout.enforce_eager is False and not gpus
+        ),
+        "which has no effect with one update per batch, that records its own routes; raise train.updates_per_step or "
+        "epochs_per_batch, or use engine": mode == "trainer" and updates == 1,
+    }
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(f"rollout.router_replay={mode}, {problem}")
+
+
 def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
     """Raises ValueError where Transformer Engine has no kernel; the attention used on a CPU does not need it."""
     if shape.sinks and config.parallel.context > 1:

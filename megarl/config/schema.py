@@ -222,6 +222,8 @@ class Rollout(Section):
     sleep_level: Literal[0, 1, 2] = 0
     # fp8: linear layers of the engine in blocks of 128 x 128 with a scale each, quantised during the sync
     quantization: Literal["none", "fp8"] = "none"
+    # whose choice of experts the trainer replays: the engine's, or that of its own forward pass before the updates
+    router_replay: Literal["none", "engine", "trainer"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
 
 

@@ -58,6 +58,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     world = env.world_size if env.has_launcher else config.launch.processes or gpus or smallest
     model_checks.check_model(config, shape)
     _check_moe(config, shape)
+    model_checks.check_router_replay(config, shape, gpus)
     if gpus:
         model_checks.check_gpu_trainer(config, shape)
     elif has_engine:

@@ -89,6 +89,7 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
         finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
         versions=torch.where(tokens.mask, versions_T, -1),
         temperature=temperature,
+        routes=tuple(sample.routes for sample in samples) if any(sample.routes for sample in samples) else (),
     )
 
 
@@ -103,7 +104,8 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         if isinstance(value, Tensor):
             values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
     outcome_at = torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1)
-    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at})
+    routes = tuple(batch.routes[row] for row in rows) if batch.routes else ()
+    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at, "routes": routes})
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

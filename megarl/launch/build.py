@@ -112,7 +112,7 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of the configured model or that of `folder`, in the rank's layout or another one, with the vocabulary
     head or another. `beside` is a trainer whose process groups it uses; `train` has the settings that differ."""
-    config = rank.config
+    config, replays = rank.config, rank.config.rollout.router_replay != "none"
     return Trainer.build(
         rank.shape if folder is None else read_model(folder),
         layout or rank.layout,
@@ -122,7 +122,9 @@ def make_trainer(
         folder=folder or rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
-        megatron_options={"fp8": config.precision.fp8} | config.trainer.megatron_options,
+        megatron_options={"fp8": config.precision.fp8}
+        | config.trainer.megatron_options
+        | ({"moe_router_fusion": False} if replays else {}),
         beside=beside,
     )
 
@@ -135,7 +137,8 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLe
         for field, key in (("ref_logprobs", "reference"), ("teacher_logprobs", "teacher"))
         if (part := getattr(config, key)) is not None
     }
-    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen)
+    records_routes = config.rollout.router_replay == "trainer"
+    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen, records_routes=records_routes)
     if not objective.algorithm.needs_critic:
         return learner
     folder = None if critic.model is None else model_folder(critic.model)

@@ -106,6 +106,7 @@ class ParityChecks:
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
     is_moe: bool = False
+    replays: bool = False  # the trainer, the routes of rank 0's engine
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
     floor: Quantiles | None = None  # of the policy's tokens, as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
@@ -134,9 +135,14 @@ class ParityChecks:
         rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
+        if self.replays:
+            scores, routes = self.engine.score_with_routes(rows)
+            batch = replace(batch, routes=self.transport.gather(routes)[0])
+        else:
+            scores = self.engine.score(rows)
         measured = self.measure(batch)
         floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
-        scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
+        scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
         found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 

@@ -137,6 +137,13 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
             print(f"measured   {found}")
             print(f"floor      {measured.floor}")
             print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+        if batch.routes:
+            own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
+            trainer.logprobs(batch)
+            share = trainer.router_replay.metrics()["routing/differs"]
+            if env.is_main:
+                print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
+                print(f"           without replay {own}", flush=True)
         if not excess.is_explained:
             assert parity.find
             few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
@@ -348,6 +355,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
         version=lambda: engine.receiver.version,
         is_moe=rank.shape.is_moe,
+        replays=config.rollout.router_replay == "engine",
         find=find,
     )
 

@@ -27,14 +27,16 @@ from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
-from megarl.types import CheckFailed, Finish, Request, Sample
+from megarl.types import CheckFailed, Finish, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+    from megarl.rollout.routes import RouteCapture
     from megarl.rollout.weight_loader import LayerReceiver
 
+Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
@@ -42,11 +44,14 @@ class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
     def __init__(
-        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool
-    ) -> None:
+        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool,
+        capture: RouteCapture | None = None,
+    ) -> None:  # fmt: skip
+        """`capture` None: no experts, or vLLM cannot show their choice."""
         self.receiver = receiver
         self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
         self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
+        self._capture = capture
         self._asleep: list[str] = []  # the parts that are off the device
         self.bytes_asleep = 0  # of the device; vLLM unmaps them, but torch still counts them as allocated
 
@@ -76,6 +81,7 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.loader_trace import trace_loader
+        from megarl.rollout.routes import capture_of
         from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
@@ -98,6 +104,8 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
+            if returns_routes := not on_cpu and rollout.router_replay == "engine":
+                settings["enable_return_routed_experts"] = True
             settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
             llm = LLM(str(folder), **settings)
         dist.barrier()
@@ -109,8 +117,12 @@ class Engine:
         model = llm.apply_model(lambda model: model)[0]
         weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
         trace = trace_loader(model, weights.shapes, dtype)
-        receiver = LayerReceiver(model, trace, weights, llm.reset_prefix_cache)
-        return cls(llm, rollout, stop_token_ids, receiver, eager)
+        capture = capture_of(llm, model, is_returned=returns_routes) if returns_routes or (on_cpu and eager) else None
+        if capture is not None and rollout.router_replay == "engine":
+            capture.start()
+        reset_cache = llm.reset_prefix_cache if capture is None else capture.reset_cache
+        receiver = LayerReceiver(model, trace, weights, reset_cache)
+        return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
 
     def before_steps(self, function: Callable[[], None]) -> None:
         """Calls `function` before every step of the engine."""
@@ -184,8 +196,9 @@ class Engine:
             for request in requests
         ]
         samples: dict[int, Sample] = {}
+        capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: _sample(requests[number], output, version) for number, output in outputs}
+            new = {number: _sample(requests[number], output, version, capture) for number, output in outputs}
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -206,12 +219,24 @@ class Engine:
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
         """Returns, for each row [L] of tokens, [L - 1] fp32: log-probs of row[1:] at temperature 1, under the latest
         weights, committed or not."""
+        return self._score(rows, None)[0]
+
+    def score_with_routes(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]:
+        """Returns what `score` does and the routes of each row in the same pass; () if vLLM cannot show them."""
+        with nullcontext() if self._capture is None else self._capture.capturing():
+            return self._score(rows, self._capture)
+
+    def _score(self, rows: Iterable[Tensor], capture: RouteCapture | None) -> tuple[list[Tensor], tuple[Routes, ...]]:
         from vllm import SamplingParams
 
+        def read(output: Any, length: int) -> tuple[Tensor, Routes | None]:
+            return torch.tensor(output.prompt_logprobs.logprobs), capture and capture.of(output, length)
+
         prompts = [row.tolist() for row in rows]
+        # prompts with log-probs are computed anew, not found in the prefix cache
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        outputs = self._uncommitted(prompts, [params] * len(prompts))
-        return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]  # type: ignore[union-attr]
+        found = self._uncommitted(prompts, [params] * len(prompts), read)
+        return [scores for scores, _ in found], tuple(routes for _, routes in found if routes)
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
@@ -252,14 +277,19 @@ class Engine:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
-    def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _uncommitted(
+        self, prompts: list[list[int]], params: list[SamplingParams], read: Read = lambda output, _length: output
+    ) -> list[Any]:
+        """Returns `read(output, prompt length)` of each."""
         assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
         self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        outputs = dict(output for outputs in self._steps(prompts, params) for output in outputs)
-        return [outputs[number] for number in range(len(prompts))]
+        steps = self._steps(prompts, params)
+        found = {number: read(output, len(prompts[number])) for outputs in steps for number, output in outputs}
+        return [found[number] for number in range(len(prompts))]
 
     def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
-        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs."""
+        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs,
+        under the ids that the engine uses inside."""
         if not prompts:
             return
         with _compiler(self._eager):
@@ -268,15 +298,18 @@ class Engine:
             numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():
                 done = [output for output in self._llm.llm_engine.step() if output.finished]
-                if done:
-                    yield [(numbers[output.request_id], output) for output in done]
+                finished = [(numbers[output.request_id], output) for output in done]
+                for number, output in finished:
+                    output.request_id = ids[number]
+                if finished:
+                    yield finished
 
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
+def _sample(request: Request, output: RequestOutput, version: int, capture: RouteCapture | None) -> Sample:
     answer = output.outputs[0]
     prompt, response = list(request.prompt.tokens), list(answer.token_ids)
     skipped = len(prompt)
@@ -291,6 +324,7 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
         versions=sample_versions(skipped, [(version, 0, len(response))]),
         finish=FINISHES.get(answer.finish_reason, "abort"),
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
+        routes=None if capture is None else capture.of(output, len(logprobs)),
     )
 
 

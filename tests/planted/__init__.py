@@ -12,6 +12,7 @@ from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
+from planted.routes import ROUTES
 from planted.stages import STAGES
 from planted.staleness import STALE
 from planted.system import SYSTEM
@@ -34,6 +35,7 @@ MUTANTS = [
     *PREFERENCES,
     *REFILLS,
     *REWARD_MODELS,
+    *ROUTES,
     *STAGES,
     *STALE,
     *SYSTEM,

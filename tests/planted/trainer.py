@@ -397,8 +397,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "self.trainer.logprobs(batch) if needs_old else None, None",
-        "self.trainer.logprobs(batch), None",
+        "self._old_logprobs(batch) if needs_old else (None, ()), None",
+        "self._old_logprobs(batch), None",
         f"{LEARNER}::test_no_forward_pass_is_made_twice",
     ),
     (

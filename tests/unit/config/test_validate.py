@@ -89,6 +89,35 @@ def test_torchrun_sets_the_world() -> None:
             {"family": "qwen3_moe", "experts": 4},
             ["moe.bias_update_rate=0.001", "qwen3_moe have no bias", "moe.aux_loss"],
         ),
+        ({"rollout": {"router_replay": "engine"}}, {}, ["rollout.router_replay=engine", "qwen3", "no experts"]),
+        (
+            {"rollout": {"router_replay": "trainer"}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=trainer", "one update per batch", "updates_per_step", "use engine"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine"}, "stage": "best_of_n"},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "stage=best_of_n", "none"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine"}},
+            {"family": "qwen3_moe", "experts": 4, "experts_per_token": 1},
+            ["router_replay=engine", "experts_per_token=1", "2 or more"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine", "enforce_eager": False}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "enforce_eager=false", "CPU"],
+        ),
+        (
+            {
+                "rollout": {"router_replay": "engine"},
+                "trainer": {"megatron_options": {"moe_router_fusion": True}},
+            },
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "moe_router_fusion=true"],
+        ),
         ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
         ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),

@@ -10,7 +10,7 @@ import torch
 
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange, deal, pack, unpack
-from megarl.types import CheckFailed, Prompt, Sample, Terminated
+from megarl.types import CheckFailed, Prompt, Routes, Sample, Terminated
 
 
 def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
@@ -86,6 +86,23 @@ def test_one_process_sorts_and_scores():
     requests = [Request(p, i) for p in (7, 3) for i in (1, 0)]
     got = alone(Sampler(), Doubles())(requests, 4)
     assert [(s.prompt_id, s.index, s.reward) for s in got] == [(3, 0, 0.0), (3, 1, 2.0), (7, 0, 0.0), (7, 1, 2.0)]
+
+
+def test_routes_stay_where_they_were_sampled():
+    """The rank that sampled keeps the experts; what goes round names it, and has their checksums."""
+    routes = Routes((3, 3), (5, -(2**60)), torch.ones(2, 3, 8, dtype=torch.uint8))
+    (back,) = unpack(pack([sample(1, 0, 3, routes=routes)]))
+    assert back.routes == Routes((3, 3), (5, -(2**60)))
+    assert pack([sample(1, 0, 3, routes=routes)]).numel() < pack([sample(1, 0, 3)]).numel() + 40
+
+    class Captures(Sampler):
+        def sample(self, requests, *, version, finished):
+            samples = [sample(request.prompt.prompt_id, request.index, 3, routes=routes) for request in requests]
+            finished(samples)
+            return samples
+
+    got = alone(Captures(), Doubles())([Request(3, 0), Request(3, 1)], 0)
+    assert all(each.routes is routes for each in got)
 
 
 @pytest.mark.parametrize(
