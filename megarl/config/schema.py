@@ -12,6 +12,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.config.section import Iterative, Options, Reward, Section
+from megarl.config.stage_sections import Dpo, RewardModel, Sft
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -268,26 +269,6 @@ class Precision(Section):
     fp8: Fp8 | None = None
 
 
-class Sft(Section):
-    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
-    roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)  # of a conversation: whose turns are learned
-    patience: PositiveInt | None = None  # stop after as many evaluations without a lower held-out loss; null: never
-
-
-class Dpo(Section):
-    """Of the stages dpo and iterative_dpo (megarl.algorithms.preference)."""
-
-    beta: PositiveFloat = 0.1  # strength of the tie to the reference
-    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # of sigmoid and robust: the share of flipped labels
-    average: bool | None = None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
-    reference: Literal["initial", "previous"] = "initial"  # of iterative_dpo: the first model, or that of this round
-
-    @property
-    def averages(self) -> bool:
-        return self.loss == "ipo" if self.average is None else self.average
-
-
 class Sync(Section):
     # Stage received weights (on the device while it has room, else on the host) until all ranks agree that checksums
     # match, so that a failed sync leaves the engine's weights intact, if it has any: not after a sleep at level 2.
@@ -345,17 +326,6 @@ class Eval(Section):
     size: NonNegativeInt = 256  # held-out problems of `task`, at most; 0: only those of `sets`
     temperature: NonNegativeFloat = 0.0
     sets: tuple[EvalSet, ...] = ()  # in addition to the held-out problems of `task`
-
-
-class RewardModel(Section):
-    """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
-
-    head: Literal["scalar", "token"] = "scalar"  # the score of a response's last token, or aggregated from all tokens
-    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
-    centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
-    average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
-    process: bool = False  # one score at the last token of each step
-    separator: str = "\n"  # follows every step, and ends it
 
 
 class SampleFiles(Section):
