@@ -16,7 +16,7 @@ from benchmarks.staleness import Clock, Engines, Job, Result, Scoring, Stream, p
 from megarl.rollout.overlap import OpenRound, Overlap
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.telemetry.ledger import audit
-from megarl.types import CheckFailed, Prompt, Request, Sample
+from megarl.types import CheckFailed, Prompt, Request, Sample, Terminated
 
 JOB = Job(steps=8, prompts_per_step=4, samples_per_prompt=3, slots=6)
 jobs = st.builds(
@@ -102,17 +102,17 @@ class Impatient(Overlap):
 
     def begin(self, requests, *, version):
         started = super().begin(requests, version=version)
-        return Cut(started.missing, started.scoring, started.fetch, started.samples, len(requests) * 3 // 4)
+        return Cut(started.missing, started.scoring, started.overlap, started.samples, len(requests) * 3 // 4)
 
 
 class Cut(OpenRound):
-    def __init__(self, missing, scoring, fetch, samples, enough) -> None:
-        super().__init__(missing, scoring, fetch, samples)
+    def __init__(self, missing, scoring, overlap, samples, enough) -> None:
+        super().__init__(missing, scoring, overlap, samples)
         object.__setattr__(self, "enough", enough)
 
     def result(self):
         while len(self.samples) < self.enough:
-            self.fetch(None)
+            self.overlap.fetch(None)
         missing = {prompt_id for prompt_id, _ in self.missing}
         return self.scoring.results([sample for sample in self.samples if sample.prompt_id not in missing])
 
@@ -203,6 +203,9 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
     over.begin(requests, version=4)
     over.drain()
     assert not engines.running()
+    over = Overlap(engines, Scoring(), is_stopping=lambda: True)
+    with pytest.raises(Terminated):
+        over(requests, version=4)
 
 
 def test_spans_of_versions(tmp_path: Path) -> None:
