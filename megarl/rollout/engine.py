@@ -82,6 +82,7 @@ class Engine:
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
+                "hf_overrides": {"quantization_config": None},  # the trainer's weights are not quantised
                 "tensor_parallel_size": rollout.tensor,
                 "distributed_executor_backend": "external_launcher",
                 "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,

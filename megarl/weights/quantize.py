@@ -9,14 +9,21 @@ hidden: values beyond the largest element (after a scale was rounded down) are c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.models.formats import BlockFormat
+from megarl.models.formats import FORMATS, BlockFormat
 
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitude of codes 0 to 7; 8 to 15 are negative
 Block = tuple[int, int]
@@ -79,7 +86,7 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
         w = w.transpose(-1, -2)
     amax, extra = block_amax(w, fmt.block), {}
     if fmt.element == "e4m3":
-        scales = stored = fp8_scales(amax, power_of_2=fmt.power_of_2).to(_DTYPES[fmt.scale_dtype])
+        scales = stored = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
         if fmt.block == (0, 0):
             stored = scales.view(1)
         values = to_fp8(w, scales, fmt.block)
@@ -116,9 +123,6 @@ def dequantize(
     return values.mul_(_spread(scales, fmt.block, start, shape[-2:])).to(dtype)
 
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-
-
 def _decode(scales: Tensor) -> Tensor:
     """Stored scales as fp32; bytes are exponents, of which 255 is NaN."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
@@ -130,7 +134,7 @@ def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
         exponents = (amax.view(torch.int32) + (1 << 21)) >> 23  # a mantissa of 1.75 or more counts as 2
         return torch.where(amax.isfinite(), (exponents - 2).clamp(0, 254), 255).to(torch.uint8)
     scales = torch.where(amax.isfinite(), amax * divisor / (7 if fmt.element == "int4" else 6), torch.nan)
-    scales = scales.to(_DTYPES[fmt.scale_dtype])
+    scales = scales.to(DTYPES[fmt.scale_dtype])
     smallest = torch.finfo(scales.dtype).eps
     return scales.where(scales != 0, smallest)
 
@@ -151,6 +155,35 @@ def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
     codes = pad(codes, (0, -codes.shape[-1] % fmt.per_item)).unflatten(-1, (-1, 2))
     packed = codes[..., 0] | codes[..., 1] << 4
     return packed.view(torch.int32) if fmt.item == "I32" else packed
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a folder stores its tensors: those in `names` in `format`, the others as they are."""
+
+    format: BlockFormat = FORMATS["fp8_block"]
+    names: frozenset[str] = frozenset()
+
+    def parts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Returns the shape and dtype (safetensors' name) of each stored tensor of the tensor `name`, by name."""
+        if name not in self.names:
+            return {name: (shape, NAMES[dtype])}
+        return {name + suffix: (size, kind) for suffix, (kind, size) in self.format.parts(shape).items()}
+
+    def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the stored tensors of a tensor, or of one of its matrices, by name."""
+        if name not in self.names:
+            return {name: tensor}
+        return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
+
+    def round(self, matrix: Tensor) -> Tensor:
+        """Returns a quantised tensor's matrix as it will be read."""
+        size = matrix.T.shape if self.format.is_transposed else matrix.shape
+        back = dequantize(quantize(matrix, self.format), self.format, size, matrix.dtype)
+        return back.T if self.format.is_transposed else back
+
+
+PLAIN = Storage()
 
 
 @cache
