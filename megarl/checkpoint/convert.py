@@ -74,9 +74,8 @@ class Conversion:
             with _disk_errors(staging):
                 copy_model_files(self.origin, staging)
                 self.target.finish(staging, [records[file.name]["result"] for file in files])
-            error = _changed_since_made(self.source_folder, _hexadecimal(sources)) or self._read_back(
-                staging, checksums, readers
-            )
+            error = _changed_since_made(self.source_folder, _hexadecimal(sources))
+            error = error or self._read_back(staging, checksums, readers)
             shutil.rmtree(staging / RECORDS)  # after an error everything is rewritten
             if error:
                 raise CheckFailed(error)
@@ -109,9 +108,8 @@ class Conversion:
 
         def params() -> Iterator[tuple[str, Tensor]]:
             nonlocal current
-            for current, (flat, sums, before) in zip(
-                file.params, _ahead(readers, self._read, file.params), strict=True
-            ):
+            ahead = _ahead(readers, self._read, file.params)
+            for current, (flat, sums, before) in zip(file.params, ahead, strict=True):
                 checksums.update(sums)
                 sources.update(before)
                 self.progress("write", flat.nbytes)

@@ -15,17 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.checkpoint import hf_folder
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
-from megarl.checkpoint.hf_folder import (
-    HfFolder,
-    bytes_of,
-    hf_source,
-    lead_axis,
-    position,
-    split_by_size,
-    view,
-    without_pairs,
-)
+from megarl.checkpoint.hf_folder import HfFolder, bytes_of, hf_source, lead_axis, split_by_size, view, without_pairs
 from megarl.models.headers import INDEX, ITEM_BYTES
 from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice, whole_tensor
@@ -37,12 +29,12 @@ from megarl.weights.quantize import PLAIN, Storage
 class HfFile:
     """A safetensors file that is written slice by slice. Several threads may write."""
 
-    def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Create the file for tensors of these shapes and dtypes (safetensors' names), in this order."""
+    def __init__(self, file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Create the file for tensors of these dtypes (safetensors' names) and shapes, in this order."""
         header, end = {"__metadata__": {"format": "pt"}}, 0
         self._offsets: dict[str, int] = {}
-        self._shapes = {name: shape for name, (shape, _) in tensors.items()}
-        for name, (shape, dtype) in tensors.items():
+        self._shapes = {name: shape for name, (_, shape) in tensors.items()}
+        for name, (dtype, shape) in tensors.items():
             begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
             self._offsets[name] = begin
@@ -60,7 +52,7 @@ class HfFile:
         assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
             f"{box} is not contiguous in a tensor of shape {full}"
         )
-        offset = self._offsets[box.name] + position(start, full) * elements.itemsize
+        offset = self._offsets[box.name] + hf_folder.position(start, full) * elements.itemsize
         self._write(bytes_of(elements.contiguous()), self._data + offset)
 
     def close(self) -> None:
@@ -96,12 +88,12 @@ class HfTarget:
     def _names(self, params: list[str]) -> list[str]:
         return list(dict.fromkeys(box.name for param in params for box in self._map.hf_slices[param]))
 
-    def _parts(self, names: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    def _parts(self, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
         parts = (self._storage.parts(name, self._map.hf_shapes[name], self._dtypes[name]) for name in names)
         return {name: part for stored in parts for name, part in stored.items()}
 
     def _nbytes(self, names: list[str]) -> int:
-        return sum(prod(shape) * ITEM_BYTES[dtype] for shape, dtype in self._parts(names).values())
+        return sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._parts(names).values())
 
     def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> None:
         with closing(HfFile(folder / file.name, self._parts(self._tensors[file.name]))) as out:

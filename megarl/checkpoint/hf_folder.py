@@ -50,8 +50,7 @@ class HfFolder:
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
         """Raises ValueError, naming tensor and file, unless it has these tensors and no others except `ignored`."""
         index, expected = self.folder / INDEX, dict(shapes)
-        for name in self.quantized.intersection(shapes):
-            assert self.format is not None
+        for name in self.quantized.intersection(shapes) if self.format else ():
             expected |= {name + suffix: size for suffix, (_, size) in self.format.parts(expected.pop(name)).items()}
         for name, shape in expected.items():
             tensor = self.tensors.get(name)
@@ -68,8 +67,7 @@ class HfFolder:
         return torch.bfloat16 if name in self.quantized else DTYPES[self.tensors[name].dtype]
 
     def storage(self) -> Storage:
-        """How this folder's tensors are stored, for an export in the same format. Raises ValueError if that is
-        impossible."""
+        """How this folder's tensors are stored. Raises ValueError if no other weights can be stored so."""
         if self.format is None or not self.quantized:
             return PLAIN
         inputs = next((name for name in self.tensors if name.endswith(NOT_WEIGHTS[1:])), None)
@@ -86,7 +84,7 @@ class HfFolder:
         """
         if box.name in self.quantized and self.format is not None:
             dims = self._dims(box.name, self.format)
-            for block in row_blocks(as_stored(box, self.format, dims), 4 * parameter.itemsize):  # temporaries are fp32
+            for block in row_blocks(as_stored(box, self.format, dims), 16 * parameter.itemsize):  # temporaries are fp32
                 self._dequantize(block, view(parameter, block), self.format)
             return
         if box.name not in self.tensors:
@@ -98,8 +96,7 @@ class HfFolder:
         """Fills `target` from a slice as it is stored: reads its items, and the scales of the blocks it touches."""
         lead, rows, columns = matrix_ranges(box, self._dims(box.name, fmt))
         step, (high, wide) = fmt.column_step, fmt.block
-        width = fmt.columns(self.tensors[box.name + fmt.values].shape)
-        whole = range(columns.start // step * step, min(-(-columns.stop // step) * step, width))  # whole blocks
+        whole = range(columns.start // step * step, -(-columns.stop // step) * step)
         items = coarse(whole, fmt.per_item)
         last = (items,) if not fmt.is_transposed else (coarse(whole, wide), range(fmt.block[1] // fmt.per_item))
         scales = self._rectangle(box.name + fmt.scale, *lead, coarse(rows, high), coarse(whole, wide))

@@ -265,9 +265,8 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
 def _storage(rank: Rank) -> Storage:
     """Raises ValueError if checkpoint.export_format is impossible for this model."""
     options = rank.config.checkpoint
-    if options.export_hf == "never" or options.export_format == "bf16":
-        return PLAIN
-    return HfFolder(rank.model_folder).storage()
+    is_plain = options.export_hf == "never" or options.export_format == "bf16"
+    return PLAIN if is_plain else HfFolder(rank.model_folder).storage()
 
 
 def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:

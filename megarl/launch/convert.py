@@ -60,6 +60,8 @@ def run_convert(
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
+    if quantise and to != "hf":
+        raise ValueError(f"--export-format same applies to --to hf, not to --to {to}; remove it")
     conversion_map, opened = _open(source, shape)
     made: Target
     if to == "hf":

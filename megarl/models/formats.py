@@ -38,12 +38,8 @@ class BlockFormat:
 
     @property
     def column_step(self) -> int:
-        """Columns can be read from a multiple of this: whole items, and whole blocks."""
-        return self.block[1] or self.per_item
-
-    def columns(self, items: Shape) -> int:
-        """Returns the columns of stored values of shape `items`, including those that fill the last item."""
-        return items[-1] * self.per_item * (items[-2] if self.is_transposed else 1)
+        """Columns can be read from a multiple of this: whole items; of packed ones, whole blocks."""
+        return (self.block[1] or self.per_item) if self.per_item > 1 else 1
 
     def tensors(self, names: Collection[str]) -> frozenset[str]:
         """Returns the tensors of which `names` has both values and scales."""
@@ -71,13 +67,6 @@ class BlockFormat:
         if self.full_shape:
             parts[self.full_shape] = ("I64", (len(shape),))
         return parts
-
-    def refusal(self, shape: Shape) -> str:
-        """Returns why a tensor of `shape` cannot be stored in this format, or ""."""
-        columns = shape[-2] if self.is_transposed else shape[-1]
-        if self.element != "e4m3" and columns % self.column_step:
-            return f"shape {shape} has {columns} inputs, not a multiple of {self.column_step}"
-        return ""
 
 
 _FP8 = BlockFormat("fp8_tensor", "e4m3", (0, 0), values="", scale="_scale", scale_dtype="F32")

@@ -79,17 +79,14 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     e4m3: largest magnitude / 448                   int4: / 7, so values that were rounded before are unchanged
     e2m1: / 6, or a power of two: that of the largest magnitude, rounded to 1.5 bits, / 4 (as compressed-tensors)
     """
-    if refusal := fmt.refusal(tuple(w.shape)):
-        raise ValueError(f"{refusal}, so it cannot be stored as {fmt.name}")
-    full_shape = torch.tensor(w.shape)
-    if fmt.is_transposed:
-        w = w.transpose(-1, -2)
+    shape = tuple(w.shape)
+    w = w.transpose(-1, -2) if fmt.is_transposed else w
+    if (inputs := w.shape[-1]) % fmt.column_step:
+        raise ValueError(f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} requires")
     amax, extra = block_amax(w, fmt.block), {}
     if fmt.element == "e4m3":
-        scales = stored = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
-        if fmt.block == (0, 0):
-            stored = scales.view(1)
-        values = to_fp8(w, scales, fmt.block)
+        scales = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
+        stored, values = scales.view(1) if fmt.block == (0, 0) else scales, to_fp8(w, scales, fmt.block)
     else:
         divisor = torch.ones(1, device=w.device)
         if fmt.global_scale:
@@ -99,9 +96,8 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
         quotient = w.float() / _spread(_decode(stored) / divisor, fmt.block, (0, 0), w.shape[-2:])
         values = _pack(_codes(quotient, fmt), fmt)
     if fmt.full_shape:
-        extra[fmt.full_shape] = full_shape
-    shape = fmt.parts(tuple(full_shape.tolist()))[fmt.values][1]
-    return {fmt.values: values.reshape(shape), fmt.scale: stored} | extra
+        extra[fmt.full_shape] = torch.tensor(shape)
+    return {fmt.values: values.reshape(fmt.parts(shape)[fmt.values][1]), fmt.scale: stored} | extra
 
 
 def dequantize(
@@ -143,11 +139,10 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
     """uint8 in 0..15 of the nearest elements."""
     if fmt.element == "int4":
         return (quotient.nan_to_num_().round_().clamp_(-8, 7) + 8).to(torch.uint8)
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=quotient.device)
-    below = torch.nextafter(middles, torch.zeros_like(middles))  # a tie goes to the even code, up at every second
-    up = torch.tensor([False, True, False, True, False, True, False], device=quotient.device)
-    codes = torch.bucketize(quotient.abs().contiguous(), middles.where(~up, below))
-    return (codes + 8 * (quotient < 0)).to(torch.uint8)
+    # the middles of two elements; a tie goes to the even code, so up at every second: those are an ulp lower
+    middles = torch.tensor([0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device)
+    codes = torch.bucketize(quotient.abs().contiguous(), middles)
+    return (codes + 8 * quotient.signbit()).to(torch.uint8)
 
 
 def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
@@ -164,23 +159,24 @@ class Storage:
     format: BlockFormat = FORMATS["fp8_block"]
     names: frozenset[str] = frozenset()
 
-    def parts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the shape and dtype (safetensors' name) of each stored tensor of the tensor `name`, by name."""
-        if name not in self.names:
-            return {name: (shape, NAMES[dtype])}
-        return {name + suffix: (size, kind) for suffix, (kind, size) in self.format.parts(shape).items()}
+    def parts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor `name`, by name."""
+        parts = self.format.parts(shape) if name in self.names else {"": (NAMES[dtype], shape)}
+        return {name + suffix: part for suffix, part in parts.items()}
 
     def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the stored tensors of a tensor, or of one of its matrices, by name."""
         if name not in self.names:
             return {name: tensor}
-        return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
+        if tensor.dim() == 2 or self.format.global_scale:
+            return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
+        stack = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
+        return {name + suffix: torch.stack([parts[suffix] for parts in stack]) for suffix in stack[0]}
 
     def round(self, matrix: Tensor) -> Tensor:
         """Returns a quantised tensor's matrix as it will be read."""
-        size = matrix.T.shape if self.format.is_transposed else matrix.shape
-        back = dequantize(quantize(matrix, self.format), self.format, size, matrix.dtype)
-        return back.T if self.format.is_transposed else back
+        turned = (lambda x: x.T) if self.format.is_transposed else (lambda x: x)
+        return turned(dequantize(quantize(matrix, self.format), self.format, turned(matrix).shape, matrix.dtype))
 
 
 PLAIN = Storage()

@@ -8,12 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
+from megarl.checkpoint.hf_folder import HfFolder
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.models.formats import BlockFormat, read_quantization
+from megarl.models.registry import hf_shapes, read_model
+from megarl.models.shards import whole_tensor
 from megarl.weights.quantize import quantize
 
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -27,7 +32,7 @@ def compressed(stored_as: str, *ignored: str, **weights: Any) -> dict[str, Any]:
     return top | {"config_groups": {"group_0": group}, "ignore": ["lm_head", *ignored]}
 
 
-MOE = {"experts": 4, "vocab": 67, "max_position": 256, "tied": False}
+MOE = {"experts": 4, "vocab": 67, "tied": False}
 # hidden 160 and 192 are not multiples of 128, nor are the 576 rows of DeepSeek-V3's kv_a_proj_with_mqa
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3-fp8": ({"family": "deepseek_v3", "hidden": 160, "moe_intermediate": 192, **MOE}, FP8_BLOCKS),
@@ -88,3 +93,45 @@ def make_quantised(kind: str, root: Path) -> tuple[Path, BlockFormat, dict[str, 
             stored[name] = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, fmt, parts
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """The quantised tensors as megarl dequantises them, matrix by matrix, in bf16."""
+    source, tensors = HfFolder(folder), {}
+    shapes = hf_shapes(read_model(folder))
+    for name in source.quantized:
+        *lead, rows, columns = shapes[name]
+        tensors[name] = torch.zeros(shapes[name], dtype=torch.bfloat16)
+        for index in range(lead[0]) if lead else (0,):
+            part = whole_tensor(name, (*(1 for _ in lead), rows, columns))
+            part = replace(part, start=(*(index for _ in lead), 0, 0), offset=index * rows * columns)
+            source.copy(part, tensors[name])
+    return tensors
+
+
+CONFIGS = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def by_transformers(kind: str, folder: Path) -> dict[str, Tensor]:
+    """By the checkpoint's names; transformers stacks experts, and gate and up."""
+    config = CONFIGS.get(kind.split("-")[1], CompressedTensorsConfig)
+    if kind == "qwen3-mxfp4":
+        config = CompressedTensorsConfig
+    with torch.compiler.set_stance("force_eager"):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=config(dequantize=True)
+        )
+    tensors = model.state_dict()
+    for name in [name for name in tensors if ".experts." in name and "gpt_oss" not in kind]:
+        stacked, prefix = tensors.pop(name), name.rsplit(".", 1)[0]
+        for expert, matrix in enumerate(stacked):
+            if name.endswith("gate_up_proj"):
+                gate, up = matrix.chunk(2)
+                tensors |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+            else:
+                tensors[f"{prefix}.{expert}.down_proj.weight"] = matrix
+    return tensors
