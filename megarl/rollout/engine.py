@@ -86,7 +86,8 @@ class Engine:
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        quantization = {"quantization_config": quantization_config(read_model(folder), fp8)} if fp8 else {}
+        # by default none: the trainer's weights are not quantised, whatever format the model came in
+        quantization = quantization_config(read_model(folder), fp8) if fp8 else None
         with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             settings: dict[str, Any] = {
@@ -94,7 +95,7 @@ class Engine:
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
-                "hf_overrides": quantization,
+                "hf_overrides": {"quantization_config": quantization},
                 "tensor_parallel_size": rollout.tensor,
                 "distributed_executor_backend": "external_launcher",
                 "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
