@@ -132,7 +132,11 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["samples_per_prompt=1", "nothing to compare"],
         ),
-        ({"stage": "best_of_n", "rollout": {"samples_per_prompt": 1}}, {}, ["samples_per_prompt=1", "use 2 or more"]),
+        (
+            {"stage": "best_of_n", "rollout": {"samples_per_prompt": 1}},
+            {},
+            ["samples_per_prompt=1", "nothing to compare; use 2"],
+        ),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
