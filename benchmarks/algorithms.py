@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +126,26 @@ def jitter_of(run: Row, end: float) -> float:
 
 
 def findings(by_name: Mapping[str, Sequence[Row]], end: float) -> Iterator[str]:
-    """What REINFORCE++ is said to be, by these figures: decided only where the spans of the seeds do not overlap."""
-    figures = {
-        "steadier than": ("grpo", "jitter", lambda run: jitter_of(run, end)),
-        "faster than": ("ppo", "seconds for 1000 sampled tokens", lambda run: 1e3 * run["wall_s"] / run["tokens"][-1]),
-    }
-    for claim, (other, what, figure) in figures.items():
-        for name in ("reinforce_pp", "reinforce_pp_baseline"):
-            if name in by_name and other in by_name:
-                ours, theirs = ([figure(run) for run in by_name[each]] for each in (name, other))
-                holds = "yes" if max(ours) < min(theirs) else "no" if min(ours) > max(theirs) else "undecided"
-                spans = [f"{min(values):.3g}-{max(values):.3g}" for values in (ours, theirs)]
-                yield f"{name} {claim} {other}: {holds}; {what} {spans[0]} against {spans[1]}"
+    """What REINFORCE++ is said to be: in how many seeds it is, of which each has run all algorithms in turn.
+
+    Steadiness is compared where the prompts of a step are the same. The mean of one sample of each of n prompts wavers
+    by (2 p (1 - p) / n)^0.5 from step to step by sampling alone, that of 8 samples of n / 8 prompts by more.
+    """
+    claims = (("reinforce_pp_baseline", "steadier than", "grpo", "jitter"),)
+    claims += tuple((name, "faster than", "ppo", "ms a token") for name in ("reinforce_pp", "reinforce_pp_baseline"))
+    for name, claim, other, what in claims:
+        if name not in by_name or other not in by_name:
+            continue
+        ours, theirs = (
+            [
+                jitter_of(run, end) if what == "jitter" else 1e3 * run["wall_s"] / run["tokens"][-1]
+                for run in by_name[of]
+            ]
+            for of in (name, other)
+        )
+        holds = f"in {sum(map(lt, ours, theirs))} of {len(ours)} seeds"
+        spans = [f"{min(values):.3f}-{max(values):.3f}" for values in (ours, theirs)]
+        yield f"{name} {claim} {other}: {holds}; {what} {spans[0]} against {spans[1]}"
 
 
 def summary(by_name: Mapping[str, Sequence[Row]], end: float) -> Iterator[str]:
