@@ -29,7 +29,7 @@ from benchmarks.checkpoint_memory import ROOT, Live, resident
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
 INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"0": {"weights": WEIGHTS}}}
-MOE = {"layers": 2, "hidden": 2112, "heads": 8, "kv_heads": 4, "experts": 4, "vocab": 4096, "tied": False}
+MOE = {"layers": 1, "hidden": 2112, "heads": 8, "kv_heads": 4, "experts": 4, "vocab": 4096, "tied": False}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "bf16": ({"family": "qwen3_moe", "moe_intermediate": 4224, **MOE}, None),
     "fp8": ({"family": "qwen3_moe", "moe_intermediate": 4224, **MOE}, FP8),  # partial blocks, also in a rank's half
@@ -76,7 +76,9 @@ def load(folder: Path) -> dict[str, int]:
         sizes[part.param] = max(sizes.get(part.param, 0), last + 1)
     warm = next(part for part in slices if ".experts" in part.name and len(part.shape) > 1)
     HfFolder(folder / "model").copy(warm, torch.empty(sizes[warm.param], dtype=torch.bfloat16))
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-3, 1 << 20)  # freed blocks of 1 MiB or more are returned at once, as in `megarl convert`
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     with Live() as live:

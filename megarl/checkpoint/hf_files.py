@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from math import prod
@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.checkpoint import hf_folder
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
 from megarl.checkpoint.hf_folder import HfFolder, bytes_of, hf_source, lead_axis, split_by_size, view, without_pairs
-from megarl.models.headers import INDEX, ITEM_BYTES
+from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
 from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice, whole_tensor
 from megarl.platform.atomic import write_atomic
@@ -131,11 +131,7 @@ class HfTarget:
             yield name, boxes[0].start[: len(lead)], matrix, boxes
 
     def finish(self, folder: Path, results: list[None]) -> None:
-        write_index(
-            folder,
-            {name: list(self._parts(names)) for name, names in self._tensors.items()},
-            sum(file.nbytes for file in self.files),
-        )
+        write_index(folder)
         if not self._storage.names:
             drop_quantization(folder)
 
@@ -151,11 +147,12 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    """Write the index of `files` (name -> tensors), unless there is a single file."""
-    if len(files) > 1:
-        weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
-        values = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+def write_index(folder: Path) -> None:
+    """Write the index of the folder's files, unless there is a single one."""
+    tensors = read_headers(folder)
+    weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
+    if len(set(weight_map.values())) > 1:
+        values = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": weight_map}
         write_atomic(folder / INDEX, json.dumps(values, indent=2) + "\n")
 
 

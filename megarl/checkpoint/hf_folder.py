@@ -50,7 +50,8 @@ class HfFolder:
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
         """Raises ValueError, naming tensor and file, unless it has these tensors and no others except `ignored`."""
         index, expected = self.folder / INDEX, dict(shapes)
-        for name in self.quantized.intersection(shapes) if self.format else ():
+        for name in self.quantized.intersection(shapes):
+            assert self.format is not None
             expected |= {name + suffix: size for suffix, (_, size) in self.format.parts(expected.pop(name)).items()}
         for name, shape in expected.items():
             tensor = self.tensors.get(name)

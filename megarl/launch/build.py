@@ -50,6 +50,7 @@ from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, TokenBatch, TokenOutputs
 from megarl.weights.fp8 import Fp8Quantizer
+from megarl.weights.publish import WeightFormat
 from megarl.weights.quantize import PLAIN, Storage
 from megarl.weights.transports import InProcess, Transport
 from megarl.weights.transports.collective import Collective
@@ -275,12 +276,10 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     export_hf(
         run_dir(rank.config) / ("hf" if step is None else f"hf_step_{step}"),
         origin=rank.model_folder,
-        shapes=trainer.hf_shapes(),
+        weights=WeightFormat(trainer.hf_shapes(), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
         sources=trainer.slices_by_rank(),
         parameters=trainer.parameters_by_name,
         transport=rank.transport,
-        dtype=DTYPES[rank.config.train.dtype],
-        fp32=fp32_tensors(rank.shape),
         storage=_storage(rank),
         changes=_changes_by_head(rank, trainer.head),
     )

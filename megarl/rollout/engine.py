@@ -69,10 +69,10 @@ class Engine:
         fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
-        """Starts vLLM with dummy weights.
+        """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
 
-        `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
-        (models.registry.hf_shapes), `fp32` those that are never bf16. `fp8`: the blocks of its linear layers.
+        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16, `fp8`
+        the blocks of the linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
