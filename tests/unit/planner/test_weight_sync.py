@@ -168,3 +168,20 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_engine_layout_spreads_experts_over_all_ranks() -> None:
     at = engine_layout(tensor=2, expert=8, rank=5)
     assert (at.tp.size, at.tp.rank, at.ep.size, at.ep.rank, at.etp.size) == (2, 1, 8, 5, 1)
+
+
+def test_fp8_moves_half_the_bytes() -> None:
+    """A byte an element, a number per 16,384 of them, and in bf16 the embedding, the head, norms and routers."""
+    shares = []
+    for quantization in ("none", "fp8"):
+        config = large("deepseek_v3", "rollout.tensor=16", f"rollout.quantization={quantization}")
+        _, figures = plan_weights(config)
+        shares.append((figures["bytes_kept"], figures["bytes_received"], figures["model_bytes"]))
+    (kept, received, size), (kept_fp8, received_fp8, size_fp8) = shares
+    assert 0.5 < kept_fp8 / kept < 0.505 and 0.5 < received_fp8 / received < 0.505
+    assert size_fp8 == size, "the model is the trainer's"
+
+
+def test_blocks_that_a_rank_would_cut_are_refused_with_what_would_do() -> None:
+    with pytest.raises(ValueError, match=r"192 rows of .*experts\.\*\.gate_proj.* choose rollout.tensor from 1, 2, 4$"):
+        plan_weights(large("qwen3_235b_a22b", "rollout.tensor=8", "rollout.quantization=fp8"))
