@@ -123,9 +123,9 @@ def kill(folder: Path, kills: int, *values: str) -> None:
 @pytest.mark.long
 def test_every_prompt_is_accounted_for_after_kills(tmp_path: Path) -> None:
     """Groups without spread are filtered, others carried over; the metrics are those of a run that was left alone."""
-    overrides = ["train.steps=8", "train.prompts_per_step=4", "rollout.samples_per_prompt=2", "checkpoint.every=2"]
+    overrides = ["train.steps=10", "train.prompts_per_step=4", "rollout.samples_per_prompt=2", "checkpoint.every=2"]
     overrides += ["algorithm.filter_zero_std=true"]
-    command = [sys.executable, "tests/e2e/kills.py", str(tmp_path), "7", "2", "configs/tiny_dense.yaml", *overrides]
+    command = [sys.executable, "tests/e2e/kills.py", str(tmp_path), "11", "2", "configs/tiny_dense.yaml", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
