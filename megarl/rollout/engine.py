@@ -24,12 +24,12 @@ from megarl.config.schema import Rollout
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
+from megarl.rollout.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Finish, Request, Routes, Sample
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from megarl.rollout.routes import RouteCapture
     from megarl.rollout.weight_loader import LayerReceiver
 
 Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
@@ -76,13 +76,12 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.loader_trace import trace_loader
-        from megarl.rollout.routes import capture_of
         from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+        quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+        with patches.segment_names(prefix), _compiler(eager), quiet:
             settings: dict[str, Any] = {
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
@@ -98,13 +97,11 @@ class Engine:
                 "moe_backend": _moe_backend(),
                 "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
                 "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+                "enable_return_routed_experts": rollout.router_replay == "engine" and not on_cpu,
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
-            if returns_routes := not on_cpu and rollout.router_replay == "engine":
-                settings["enable_return_routed_experts"] = True
-            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
-            llm = LLM(str(folder), **settings)
+            llm = LLM(str(folder), **settings | {k: x for k, x in rollout.engine_options.items() if k != "unsafe"})
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)
@@ -112,12 +109,8 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, dtype)
-        capture = capture_of(llm, model, is_returned=returns_routes) if returns_routes or (on_cpu and eager) else None
-        if capture is not None and rollout.router_replay == "engine":
-            capture.start()
-        reset_cache = llm.reset_prefix_cache if capture is None else capture.reset_cache
-        receiver = LayerReceiver(model, trace, dtype, reset_cache, fp32)
+        trace, capture = trace_loader(model, shapes, dtype), capture_of(llm, model, rollout, eager=eager)
+        receiver = LayerReceiver(model, trace, dtype, capture.reset_cache if capture else llm.reset_prefix_cache, fp32)
         return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
 
     def before_steps(self, function: Callable[[], None]) -> None:
