@@ -68,8 +68,7 @@ class Engine:
 
         `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
         (models.registry.hf_shapes), `fp32` those that are never bf16.
-        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
-        """
+        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard."""
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
         prefix = _prepare(env)
         from vllm import LLM
@@ -101,7 +100,8 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
-            llm = LLM(str(folder), **settings | {k: x for k, x in rollout.engine_options.items() if k != "unsafe"})
+            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
+            llm = LLM(str(folder), **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)
