@@ -27,13 +27,13 @@ from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
+from megarl.rollout.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Finish, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from megarl.rollout.routes import RouteCapture
     from megarl.rollout.weight_loader import LayerReceiver
 
 Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
@@ -81,15 +81,14 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.loader_trace import trace_loader
-        from megarl.rollout.routes import capture_of
         from megarl.rollout.weight_loader import LayerReceiver
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
         # by default none: the trainer's weights are not quantised, whatever format the model came in
         quantization = quantization_config(read_model(folder), fp8) if fp8 else None
-        with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+        quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
+        with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), quiet:
             settings: dict[str, Any] = {
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
@@ -105,8 +104,6 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
-            if returns_routes := not on_cpu and rollout.router_replay == "engine":
-                settings["enable_return_routed_experts"] = True
             settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
             llm = LLM(str(folder), **settings)
         dist.barrier()
@@ -117,12 +114,8 @@ class Engine:
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
         weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
-        trace = trace_loader(model, weights.shapes, dtype)
-        capture = capture_of(llm, model, is_returned=returns_routes) if returns_routes or (on_cpu and eager) else None
-        if capture is not None and rollout.router_replay == "engine":
-            capture.start()
-        reset_cache = llm.reset_prefix_cache if capture is None else capture.reset_cache
-        receiver = LayerReceiver(model, trace, weights, reset_cache)
+        trace, capture = trace_loader(model, weights.shapes, dtype), capture_of(llm, model, rollout, eager=eager)
+        receiver = LayerReceiver(model, trace, weights, capture.reset_cache if capture else llm.reset_prefix_cache)
         return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
 
     def before_steps(self, function: Callable[[], None]) -> None:
@@ -342,6 +335,7 @@ def _device_settings(rollout: Rollout, *, on_cpu: bool) -> dict[str, Any]:
         "moe_backend": _moe_backend(),
         "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
         "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+        "enable_return_routed_experts": rollout.router_replay == "engine" and not on_cpu,
     }
 
 

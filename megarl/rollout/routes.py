@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config.schema import Rollout
 from megarl.types import Routes, route_dtype
 from megarl.weights.checksum import row_checksums
 
@@ -94,10 +95,16 @@ class RouteCapture:
         self._table[slot_mapping[self._layer], layer] = ids.to(self._dtype)
 
 
-def capture_of(llm: LLM, model: torch.nn.Module, *, is_returned: bool) -> RouteCapture | None:
-    """None if vLLM's `model` is dense."""
+def capture_of(llm: LLM, model: torch.nn.Module, rollout: Rollout, *, eager: bool) -> RouteCapture | None:
+    """None if vLLM's `model` is dense, or its routes cannot be seen; started if they are to be replayed."""
+    is_replayed, on_gpu = rollout.router_replay == "engine", torch.cuda.is_available()
+    if not (is_replayed if on_gpu else eager):
+        return None
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     routers = [runner.router for runner in sorted(runners, key=lambda runner: runner.layer_id)]
-    return RouteCapture(llm, routers, is_returned=is_returned) if routers else None
+    capture = RouteCapture(llm, routers, is_returned=on_gpu) if routers else None
+    if capture is not None and is_replayed:
+        capture.start()
+    return capture

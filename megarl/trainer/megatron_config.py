@@ -117,7 +117,8 @@ def run_settings(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
-        "deallocate_pipeline_outputs": layout.pp.size > 1,
+        # With overlapped sends Megatron frees an output at once, which gloo may still be reading.
+        "deallocate_pipeline_outputs": layout.pp.size > 1 and (use_te or layout.vpp.size == 1),
     }
 
 

@@ -284,7 +284,8 @@ class Wheel:
                 if isinstance(node, Function) and node.name in ("__init__", "__new__"):
                     return signature(node.args, skip=1)
             if self._has_fields(base):
-                return inspect.Signature(list(self._fields(base).values()))
+                # a dataclass may list keyword-only fields first
+                return inspect.Signature(sorted(self._fields(base).values(), key=lambda field: field.kind))
         anything = inspect.Parameter("args", KINDS.VAR_POSITIONAL), inspect.Parameter("kwargs", KINDS.VAR_KEYWORD)
         is_plain = not [x for x in self._bases(owner) if isinstance(x, Unknown)]
         return inspect.Signature(() if is_plain else anything)

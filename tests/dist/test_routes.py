@@ -14,8 +14,8 @@ from start_ranks import run_ranks
 
 RANKS = Path(__file__).with_name("route_ranks.py")
 TWO = [
-    {},
     {"pipeline": 2},  # several micro-batches in flight
+    {"pipeline": 2, "virtual_pipeline": 2},
     {"tensor": 2, "expert": 2},
     {"context": 2},
 ]

@@ -47,9 +47,9 @@ ROUTES = [
     ),
     (
         "trainer/router_replay.py",
-        "[layer for layer in layers if layer >= 0]",
-        "[layer for layer in layers if layer > 0]",
-        f"{REPLAY}::test_the_bias_counts_replayed_tokens_and_the_balance_the_routers_own",
+        "for part in stage for x in part if x >= dense]",
+        "for part in stage for x in part[::-1] if x >= dense]",
+        f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
     ),
     (
         "trainer/learner.py",

@@ -57,7 +57,7 @@ def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
 
 def scored(num_rows: int, **values: Any) -> ScoredBatch:
     """Other values are zeros."""
-    zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)}
+    zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)} | {"routes": ()}
     return ScoredBatch(**zeros | values)
 
 
