@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Iterative, Options, Reward, Section
+from megarl.config.section import Fp8, Iterative, Options, Reward, Section
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -253,15 +253,6 @@ class Trainer(Section):
     megatron_options: Options = {}
 
 
-class Fp8(Section):
-    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
-
-    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
-    params: bool = False  # keep parameters in FP8
-    first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
-    emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
-
-
 class Precision(Section):
     fp8: Fp8 | None = None
 
@@ -301,6 +292,9 @@ class Checkpoint(Section):
     resume: str = "auto"  # auto | never | the folder of a checkpoint
     # export a Hugging Face model: at the end, or every N steps and at the end
     export_hf: Literal["never", "end"] | PositiveInt = "never"
+    # bf16: not quantised, exactly the weights that were trained (in train.dtype). same: rounded to the block format of
+    # model.path, if it is quantised
+    export_format: Literal["bf16", "same"] = "bf16"
 
 
 class Launch(Section):
