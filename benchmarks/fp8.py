@@ -80,7 +80,7 @@ def gradients() -> None:
     import torch.distributed as dist
     from test_fp8 import E4M3, E5M2, relative_errors
 
-    from megarl.config.schema import Fp8
+    from megarl.config.section import Fp8
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 8}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.names import ENGINE_STAGES
-from megarl.config.schema import Config, Critic, Fp8
+from megarl.config.schema import Config, Critic
+from megarl.config.section import Fp8
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.fp8 import ROWS, fp8_format
 from megarl.models.hub import model_folder

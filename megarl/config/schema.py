@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Iterative, Options, Reward, Section
+from megarl.config.section import Fp8, Iterative, Options, Reward, Section
 from megarl.config.stage_sections import Dpo, RewardModel, Sft
 from megarl.layout import Parallel
 
@@ -254,15 +254,6 @@ class Train(Section):
 class Trainer(Section):
     # for Megatron-Core's TransformerConfig and DistributedDataParallelConfig (megarl.config.library_options)
     megatron_options: Options = {}
-
-
-class Fp8(Section):
-    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
-
-    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
-    params: bool = False  # keep parameters in FP8
-    first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
-    emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
 
 
 class Precision(Section):

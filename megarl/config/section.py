@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.types import NonNegativeFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 Options = dict[str, Any]
 
@@ -52,3 +52,12 @@ class Iterative(Section):
     iterations: PositiveInt = 1  # of train.steps / iterations steps of the policy each
     reset_reference: bool = True  # the reference of an iteration is the policy at its start; False: the first model
     reward_model: RewardModelUpdates = RewardModelUpdates()
+
+
+class Fp8(Section):
+    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
+    params: bool = False  # keep parameters in FP8
+    first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
+    emulate: bool = False  # round as the recipe does, in plain torch, on a CPU

@@ -72,7 +72,7 @@ class Engine:
         """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
 
         `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16, `fp8`
-        the blocks of the linear layers.
+        the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -85,7 +85,6 @@ class Engine:
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        # by default none: the trainer's weights are not quantised, whatever format the model came in
         quantization = quantization_config(read_model(folder), fp8) if fp8 else None
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), quiet:
@@ -94,7 +93,7 @@ class Engine:
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
-                "hf_overrides": {"quantization_config": quantization},
+                "hf_overrides": {"quantization_config": quantization},  # not that of the folder
                 "tensor_parallel_size": rollout.tensor,
                 "distributed_executor_backend": "external_launcher",
                 "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megarl.config.model_checks import is_in_fp8
-from megarl.config.schema import Fp8
+from megarl.config.section import Fp8
 from megarl.trainer.layers import ReplicatedLinear
 from megarl.weights.quantize import Block, block_amax, fp8_scales, from_fp8, to_fp8
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
-from megarl.config.schema import Fp8, Moe, Train
+from megarl.config.schema import Moe, Train
+from megarl.config.section import Fp8
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab

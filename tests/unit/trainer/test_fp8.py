@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.algorithms.parity import Excess, Quantiles
-from megarl.config.schema import Fp8
+from megarl.config.section import Fp8
 from megarl.data.packing import plan_microbatches
 from megarl.launch.parity import measure_logprobs
 from megarl.models.fp8 import fp8_format, with_scales
