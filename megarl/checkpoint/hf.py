@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
+from megarl.checkpoint.hf_files import copy_model_files, drop_quantization, file_names, write_index
+from megarl.checkpoint.hf_folder import split_by_size
 from megarl.models.shards import whole_tensor
 from megarl.platform.json_text import parse_json
 from megarl.weights.execute import MemoryReceiver
 from megarl.weights.placements import SlicesByRank
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.quantize import PLAIN, Storage
 from megarl.weights.transports import Transport
 
 FILE_BYTES = 4 << 30
@@ -34,12 +37,11 @@ def export_hf(
     folder: Path,
     *,
     origin: Path,  # folder of config and tokenizer
-    shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
+    weights: WeightFormat,  # every tensor of the checkpoint
     sources: SlicesByRank,  # [rank] -> slices of the tensors in its parameters
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
-    dtype: torch.dtype,
-    fp32: frozenset[str] = frozenset(),  # tensors that stay fp32
+    storage: Storage = PLAIN,  # tensors that are quantised in the files
     changes: Mapping[str, Mapping[str, Any]] | None = None,  # file: keys that differ from the origin's
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -55,14 +57,17 @@ def export_hf(
         for name, values in (changes or {}).items():
             text = json.dumps(parse_json((staging / name).read_bytes()) | dict(values), indent=2)
             (staging / name).write_text(text + "\n", encoding="utf-8")
+        if not storage.names:
+            drop_quantization(staging)
     transport.gather(None)  # the folder exists
-    sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
+    shapes = weights.shapes
+    sizes = {name: prod(shape) * weights.dtype_of(name).itemsize for name, shape in shapes.items()}
     files = split_by_size(sizes, file_bytes, sizes.__getitem__)
     names = file_names(len(files))
     device = next(iter(parameters().values())).device
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
-        weights = WeightFormat({name: shapes[name] for file in round_ for name in file}, dtype, fp32)
+        weights = replace(weights, shapes={name: shapes[name] for file in round_ for name in file})
         local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
         whole = [weights.moved_slices([whole_tensor(name, shapes[name]) for name in file]) for file in round_]
         whole += [[]] * (transport.world - len(round_))
@@ -71,17 +76,20 @@ def export_hf(
         Publisher(
             plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
             WeightSender(local[transport.rank], parameters),
-            MemoryReceiver(whole[transport.rank], tensors, dtype, device) if mine else None,
+            MemoryReceiver(whole[transport.rank], tensors, weights.dtype, device) if mine else None,
             transport,
             weights,
             ranks_per_replica=len(round_),
             is_atomic=False,  # an incomplete file never gets its final name
         ).publish(version=0)
         if mine:
-            save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
+            stored: dict[str, Tensor] = {}
+            for name in mine:  # one tensor at a time in both formats
+                stored |= storage.encode(name, tensors.pop(name))
+            save_file(stored, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
-        write_index(staging, dict(zip(names, files, strict=True)), sum(sizes.values()))
+        write_index(staging)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)

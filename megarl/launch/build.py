@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, FrozenModel, Task
@@ -43,6 +44,8 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, TokenBatch, TokenOutputs
+from megarl.weights.publish import WeightFormat
+from megarl.weights.quantize import PLAIN, Storage
 from megarl.weights.transports import InProcess, Transport
 from megarl.weights.transports.collective import Collective
 
@@ -182,6 +185,7 @@ def make_checkpoints(
     rank: Rank, trainer: Trainer, prompts: PromptStream, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
+    _storage(rank)  # an impossible export fails now
     return Checkpoints(
         run_dir(config) / "checkpoints",
         trainer,
@@ -248,14 +252,20 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     export_hf(
         run_dir(rank.config) / ("hf" if step is None else f"hf_step_{step}"),
         origin=rank.model_folder,
-        shapes=trainer.hf_shapes(),
+        weights=WeightFormat(trainer.hf_shapes(), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
         sources=trainer.slices_by_rank(),
         parameters=trainer.parameters_by_name,
         transport=rank.transport,
-        dtype=DTYPES[rank.config.train.dtype],
-        fp32=fp32_tensors(rank.shape),
+        storage=_storage(rank),
         changes=_changes_by_head(rank, trainer.head),
     )
+
+
+def _storage(rank: Rank) -> Storage:
+    """Raises ValueError if checkpoint.export_format is impossible for this model."""
+    options = rank.config.checkpoint
+    is_plain = options.export_hf == "never" or options.export_format == "bf16"
+    return PLAIN if is_plain else HfFolder(rank.model_folder).storage()
 
 
 def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:

@@ -59,10 +59,9 @@ class Engine:
         fp32: frozenset[str] = frozenset(),
         trust_remote_code: bool = False,
     ) -> Engine:
-        """Starts vLLM with dummy weights.
+        """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
 
-        `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
-        (models.registry.hf_shapes), `fp32` those that are never bf16.
+        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -82,6 +81,7 @@ class Engine:
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
+                "hf_overrides": {"quantization_config": None},  # the trainer's weights are not quantised
                 "tensor_parallel_size": rollout.tensor,
                 "distributed_executor_backend": "external_launcher",
                 "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,

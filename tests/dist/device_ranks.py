@@ -126,11 +126,10 @@ def export(folder: Path) -> None:
     export_hf(
         folder / "hf",
         origin=folder / "origin",
-        shapes=SHAPES,
+        weights=WeightFormat(SHAPES, torch.float32),
         sources=sources,
         parameters=lambda: parameters,
         transport=OnDevice(),
-        dtype=torch.float32,
         file_bytes=16 * 1024,
     )
     written = {

@@ -24,6 +24,7 @@ from trainer_ranks import Bench, config_of, join, measure
 from megarl.checkpoint.hf import export_hf
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.platform.device import DTYPES
+from megarl.weights.publish import WeightFormat
 from megarl.weights.transports.collective import Collective
 
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
@@ -69,12 +70,10 @@ def round_trip(policy: Policy) -> list[str]:
     export_hf(
         back,
         origin=origin,
-        shapes=hf_shapes(trainer.shape),
+        weights=WeightFormat(hf_shapes(trainer.shape), DTYPES[trainer.train.dtype], fp32_tensors(trainer.shape)),
         sources=trainer.slices_by_rank(),
         parameters=trainer.parameters_by_name,
         transport=Collective(),
-        dtype=DTYPES[trainer.train.dtype],
-        fp32=fp32_tensors(trainer.shape),
         file_bytes=1 << 16,  # several files
     )
     before, after = _tensors(origin), _tensors(back)

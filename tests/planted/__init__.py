@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.formats import FORMATS
 from planted.gpu import GPU
 from planted.iterative import ITERATIVE
 from planted.jail import JAIL
@@ -21,6 +22,7 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *FORMATS,
     *GPU,
     *ITERATIVE,
     *JAIL,

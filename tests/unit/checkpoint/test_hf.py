@@ -8,13 +8,14 @@ from safetensors.torch import load_file
 from two_devices import there, two_devices
 
 from megarl.checkpoint.hf import export_hf
-from megarl.checkpoint.hf_folder import copy_model_files
+from megarl.checkpoint.hf_files import copy_model_files
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
+from megarl.weights.publish import WeightFormat
 from megarl.weights.transports import InProcess
 
 SIZES = {"experts": 4, "hidden": 32, "moe_intermediate": 16, "vocab": 67, "tied": False}
@@ -48,12 +49,10 @@ def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), 
     export_hf(
         folder,
         origin=origin,
-        shapes=hf_shapes(shape),
+        weights=WeightFormat(hf_shapes(shape), dtype, fp32),
         sources=[slices],
         parameters=lambda: held,
         transport=InProcess(),
-        dtype=dtype,
-        fp32=fp32,
         **options,
     )
 
@@ -106,12 +105,10 @@ def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
         export_hf(
             tmp_path / "hf",
             origin=origin,
-            shapes=hf_shapes(shape),
+            weights=WeightFormat(hf_shapes(shape), torch.bfloat16, frozenset(narrow)),
             sources=[slices],
             parameters=lambda: held,
             transport=InProcess(),
-            dtype=torch.bfloat16,
-            fp32=frozenset(narrow),
         )
 
 
