@@ -35,7 +35,7 @@ class Ledger:
     stream: Prompts
     _open: dict[int, Prompt] = field(default_factory=dict)  # taken and not settled
     _carried: dict[int, Prompt] = field(default_factory=dict)  # to be taken again, before the stream goes on
-    _settled: set[int] = field(default_factory=set)  # those behind the first prompt that is not
+    _settled: set[int] = field(default_factory=set)  # not before the first prompt that is not
     _last: int = -1  # of those that were ever settled
     _file: TextIO | None = None
 
@@ -86,7 +86,7 @@ class Ledger:
             del self._open[number]
         self._last = max([self._last, *ids])
         first = min([*self._open, *self._carried, self.stream.state()["position"]])
-        self._settled = {number for number in self._settled | ids if number > first}
+        self._settled = {number for number in self._settled | ids if number >= first}
         self._write(
             "settled", step=step, outcomes={name: _runs(ids) for name, ids in outcomes.items() if ids}, **values
         )
@@ -98,7 +98,7 @@ class Ledger:
         state, waiting = dict(self.stream.state()), [*self._open, *self._carried]
         position = state["position"]
         first = min([*waiting, position])
-        behind = sorted(number for number in self._settled if number > first)
+        behind = sorted(number for number in self._settled if number >= first)
         skipped = position - first - len(waiting) - sum(number < position for number in behind)
         state |= {"position": first, "skipped": state.get("skipped", 0) - skipped}
         return state | ({"settled": behind} if behind else {})

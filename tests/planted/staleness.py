@@ -39,7 +39,7 @@ STALE = [
         "unit/telemetry/test_telemetry.py",
     ),
     ("launch/parity.py", "replace(batch, mask=is_fresh_T)", "batch", PARITY),
-    ("telemetry/ledger.py", '*self._carried, self.stream.state()["position"]]', "*self._carried, 1 << 60]", BALANCES),
+    ("telemetry/ledger.py", '*self._carried, self.stream.state()["position"]]', "*self._carried, 1 << 60]", CURSOR),
     ("telemetry/ledger.py", "if prompt.prompt_id not in self._settled]", "]", BALANCES),
     ("telemetry/ledger.py", "sorted(self._carried) if number > behind]", "sorted(self._carried)]", BALANCES),
     ("telemetry/ledger.py", "behind = max([self._last, *self._open])", "behind = self._last", BALANCES),
