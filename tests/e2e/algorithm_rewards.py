@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 
 def even(tokens: Sequence[int]) -> float:
@@ -34,3 +36,13 @@ class Hostile:
         if step == 1:
             raise RuntimeError("the server is down")
         return 1e30 * even(tokens) if step == 2 else even(tokens)
+
+
+def judged(split: str, vocab: int, size: int = 512) -> list[dict[str, Any]]:
+    """A prompt, and steps of which those that end with an even id are right."""
+    draw, rows = random.Random(split), []
+    for _ in range(size):
+        steps = [draw.choices(range(4, vocab), k=draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
+        texts = [" ".join(map(str, step)) for step in steps]
+        rows.append({"prompt": "5 6", "completions": texts, "labels": [step[-1] % 2 == 0 for step in steps]})
+    return rows

@@ -1,4 +1,7 @@
-"""The stages dpo, iterative_dpo and best_of_n as a user runs them, and resumed with the same bits."""
+"""The stages with the real engine: they learn, resume with the same bits, and do in every layout what one rank does.
+
+Stage sft is in test_sft.py, iterative_grpo's phases are in test_iterative.py, and a teacher's in test_algorithms.py.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stage_ranks import IN_LAYOUTS, LAYOUTS, RESUMED
 from start_ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -50,17 +54,18 @@ def test_dpo_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("preferences")
-    run_ranks(Path(__file__).parent / "preference_ranks.py", 1, str(folder), timeout_s=570)
+    folder, program = tmp_path_factory.mktemp("stages"), Path(__file__).parent / "stage_ranks.py"
+    run_ranks(program, 1, str(folder), timeout_s=570)
+    run_ranks(program, 2, str(folder), "--layouts", timeout_s=570)
     return {file.parent.name: metrics(file.parent) for file in folder.glob("*/metrics.jsonl")}
 
 
 def test_sampled_preferences_are_learned_under_the_parity_gate(runs: dict[str, list[dict[str, Any]]]) -> None:
-    for name, updates in (("previous", 1), ("initial", 2), ("best_of_n", 1)):
+    for name, updates, samples in (("previous", 1, 32), ("initial", 2, 32), ("best_of_n", 1, 64)):
         rows = runs[name]
-        assert len(rows) == 4 and all(row["updates"] == updates and row["weights/verified"] for row in rows)
+        assert all(row["updates"] == updates and row["weights/verified"] for row in rows)
         assert all(row["logprob_diff/max"] < 1e-4 and row["grad_norm"] > 1e-3 for row in rows), "the gate compared them"
-        assert all(row["samples/count"] == 32 and row["groups/skipped"] == 0 for row in rows)
+        assert all(row["samples/count"] == samples and row["groups/skipped"] == 0 for row in rows)
     assert [row["loss"] for row in runs["previous"]] == [pytest.approx(math.log(2), abs=1e-6)] * 4
     assert runs["initial"][3]["rewards/margin"] > runs["initial"][0]["rewards/margin"]
     assert "rewards/margin" not in runs["best_of_n"][0]
@@ -71,9 +76,45 @@ def test_prompts_without_spread_are_skipped_and_counted(runs: dict[str, list[dic
         assert (row["groups/skipped"], row["update/skipped"], row["loss"]) == (4, 1, 0)
 
 
-@pytest.mark.parametrize("name", ["initial", "best_of_n"])
+@pytest.mark.parametrize("name", ["best_of_n", "ppo"])
+def test_the_reward_rises(runs: dict[str, list[dict[str, Any]]], name: str) -> None:
+    rewards = [row["reward/mean"] for row in runs[name]]
+    print(name, [round(reward, 3) for reward in rewards])
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def test_ppo_updates_its_critic_first(runs: dict[str, list[dict[str, Any]]]) -> None:
+    assert [row["updates"] for row in runs["ppo"]] == [0, 0] + [2] * 8
+    assert all(row["value/loss"] > 0 and row["logprob_diff/max"] < 1e-4 for row in runs["ppo"])
+
+
+def test_judged_steps_are_learned(runs: dict[str, list[dict[str, Any]]]) -> None:
+    losses = [row["loss"] for row in runs["judge"]]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and min(losses) < 0.6
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_they_resume_with_the_same_bits(runs: dict[str, list[dict[str, Any]]], name: str) -> None:
     whole, resumed = runs[name], runs[f"{name}_resumed"]
-    assert [row["step"] for row in resumed] == [2, 3]
-    for key in ("rollout/digest", "loss", "grad_norm", "reward/mean"):
-        assert [row[key] for row in resumed] == [row[key] for row in whole[2:]], key
+    half = len(whole) // 2
+    assert [row["step"] for row in resumed] == list(range(half, 2 * half))
+    for key in ("rollout/digest", "loss", "grad_norm", "reward/mean", "value/loss", "value/explained_variance"):
+        assert [row.get(key) for row in resumed] == [row.get(key) for row in whole[half:]], key
+
+
+@pytest.mark.parametrize("name", IN_LAYOUTS)
+def test_every_layout_is_one_process(runs: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """At step 1 where rounding has not changed a sampled token, as it does once in a while."""
+    one, same_samples = runs[f"{name}.one"], 0
+    keys = {"loss", "grad_norm", "reward/mean", "kl/ref", "kl/teacher", "value/loss", "value/grad_norm", "value/mean",
+            "rewards/margin", "reward_model/loss", "reward_model/accuracy"} & set(one[0])  # fmt: skip
+    assert len(one) == 2 and one[0]["grad_norm"] > 1e-3
+    for layout in LAYOUTS:
+        for step, tolerance in ((0, 1e-5), (1, 1e-3)):
+            here, there = runs[f"{name}.{layout}"][step], one[step]
+            is_same = here["rollout/digest"] == there["rollout/digest"]
+            assert is_same or step, layout
+            same_samples += is_same
+            for key in keys if is_same else ():
+                assert here[key] == pytest.approx(there[key], rel=tolerance, abs=1e-5), f"{layout} step {step} {key}"
+    assert same_samples >= 5
