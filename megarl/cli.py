@@ -191,6 +191,10 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
         from megarl.launch.worker import run_external
 
         return run_external(config, env, command)
+    if config.launch.topology == "split":
+        from megarl.launch.run_split import run_split
+
+        return run_split(config)
     from megarl.launch.spawn import spawn_ranks
 
     return spawn_ranks(config, job, command)

@@ -58,6 +58,30 @@ class Sampler(Protocol):
     ) -> list[Sample]: ...
 
 
+class AsyncSampler(Protocol):
+    """Samples from the policy on its own, while the caller does other things: the replicas of the split topology.
+
+    A request is known by its prompt's id and its index; no two of one pair are alive. Each comes back once.
+    """
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Returns at once. A prompt's requests go to one replica, of those with verified weights."""
+        ...
+
+    def poll(self, timeout_s: float | None = None) -> list[Sample]:
+        """Returns the samples finished since the last call; waits for one, at most `timeout_s`. Raises CheckFailed if
+        no replica is left, Terminated after SIGTERM."""
+        ...
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Ends these early: each still comes back, with finish "abort" and what it has."""
+        ...
+
+    def running(self) -> int:
+        """Returns how many have not come back."""
+        ...
+
+
 class Scoring(Protocol):
     """Scores the samples of a rollout: slow rewards start with `add`, and `results` waits for them."""
 

@@ -35,6 +35,7 @@ from megarl.models.shape import ModelShape
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
+from megarl.roles import Stateful
 from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -64,10 +65,17 @@ class Rank:
     phase: CurrentPhase
 
     @classmethod
-    def of(cls, config: Config, env: Env, device: Device, phase: CurrentPhase | None = None) -> Rank:
-        """torch.distributed must be initialised."""
+    def of(
+        cls,
+        config: Config,
+        env: Env,
+        device: Device,
+        phase: CurrentPhase | None = None,
+        layout: Layout | None = None,
+    ) -> Rank:
+        """torch.distributed must be initialised if there are several ranks."""
         assert config.model.path is not None, "the launcher must set model.path"
-        layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
+        layout = layout or Layout.of(config.parallel.sizes, env.world_size, env.rank)
         transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
         commits = set(transport.gather(config.model.revision))
         if len(commits) > 1:
@@ -79,17 +87,19 @@ class Rank:
 
 
 @contextmanager
-def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
-    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone."""
+def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) -> Iterator[Rank]:
+    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone.
+
+    `store`: where the ranks meet; None: as their launcher arranged it."""
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     if device.is_cuda:
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
-    if env.has_launcher and not env.launched:
+    if store is None and env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = make_store(env, timeout)
+        store = make_store(env, timeout) if store is None else store
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
@@ -119,6 +129,10 @@ def make_trainer(
         megatron_options=config.trainer.megatron_options,
         beside=beside,
     )
+
+
+def make_objective(config: Config) -> Objective:
+    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
 
 
 def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLearner | ActorCritic:
@@ -179,7 +193,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank, trainer: Trainer, prompts: PromptStream, state: ObjectiveState, further: Further | None = None
+    rank: Rank, trainer: Trainer, prompts: Stateful, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
     return Checkpoints(

@@ -6,9 +6,10 @@ checks.max_logprob_diff sets a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ from megarl.algorithms.parity import (
     rounding_floor,
 )
 from megarl.data.collate import take_rows, token_batch
-from megarl.debug.sublayers import rounding_errors
-from megarl.rollout.engine import Engine
-from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.transports import Transport
+
+if TYPE_CHECKING:  # its module imports Megatron-Core, which the controller of the split topology does without
+    from megarl.trainer.trainer import Trainer
 
 PROBE_PROMPTS = 8
 MOE_PROBE_PROMPTS = 32
@@ -36,6 +37,15 @@ PROBE_TOKENS = 32  # that the engine adds to each
 DRAWS, ENOUGH = 4, 2048  # of rounding errors, at most; tokens in all draws
 REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
+
+
+class ScoringEngine(Protocol):
+    """A replica of the engine (rollout.engine.Engine)."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
+    def score(self, rows: Iterable[Tensor]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +72,9 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
     """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors."""
-    eps = rounding_of(trainer)
+    from megarl.debug.sublayers import rounding_errors
 
+    eps = rounding_of(trainer)
     exact_K, noise = trainer.logprobs(batch)[batch.mask], []
     for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))):
         with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
@@ -77,7 +88,7 @@ class ParityChecks:
 
     transport: Transport
     measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    engine: Engine
+    engines: Sequence[ScoringEngine]  # this rank's; in the split topology all replicas, or none where only the gate is
     prompts: Sequence[Sequence[int]]  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
@@ -106,14 +117,16 @@ class ParityChecks:
         random tokens lie, low precision is at its worst. Both sides score them at temperature 1.
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
-        completed = self.engine.complete(self.prompts, max_tokens=self.max_tokens)
+        completed = self.engines[0].complete(self.prompts, max_tokens=self.max_tokens)
         rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         measured = self.measure(batch)
         self.floor = floor = self.transport.gather(measured.floor)[0]
-        scores_K = torch.cat([score[-self.max_tokens :] for score in self.engine.score(rows)])
-        found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
+        logprobs_K, found = self._of_rank_0(measured.logprobs_K), list[Quantiles]()
+        for engine in self.engines:
+            scores_K = torch.cat([score[-self.max_tokens :] for score in engine.score(rows)])
+            found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
@@ -151,7 +164,7 @@ class ParityChecks:
     def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
         """Found on the first rows; guessed from the distribution of differences where the engine cannot compute."""
         guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
-        if self.find is None or any(self.transport.gather(self.engine.is_asleep)):
+        if self.find is None or any(self.transport.gather(self.engines[0].is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"
         few, logprobs_T = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
         return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"

@@ -32,6 +32,7 @@ from megarl.launch.build import (
     make_checkpoints,
     make_evaluation,
     make_learner,
+    make_objective,
     make_prompts,
     make_trainer,
     open_rank,
@@ -52,15 +53,14 @@ from megarl.launch.parity import (
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
-from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shards import slices_of
-from megarl.planner.weight_sync import fleet_of, plan_of
+from megarl.planner.weight_sync import fleet_of
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
+from megarl.rollout.publisher import make_publisher
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
@@ -69,7 +69,7 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
 PARITY_PROMPTS = 8
 ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
@@ -103,7 +103,7 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(config, env, phase) as rank:
         trainer, engine, *_ = _synced(rank)
         exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-        _evaluation(rank, exchange, 0).run(0)
+        evaluation_of(rank, exchange, 0).run(0)
 
 
 def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
@@ -144,7 +144,7 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     """A few prompts, sampled as in a run and not scored."""
     exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
-    rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
@@ -199,12 +199,12 @@ def train_policy(
         timed = learner.timed(phases.part)
         run = RlRun(
             prompts=prompts,
-            rollouts=_rollouts(rank, exchange),
+            rollouts=make_rollouts(rank, exchange),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
-            evaluation=_evaluation(rank, exchange, start, evaluated=telemetry.evaluated),
+            evaluation=evaluation_of(rank, exchange, start, evaluated=telemetry.evaluated),
             checks=parity,
             phases=phases,
             checkpoint=checkpoint,
@@ -218,10 +218,6 @@ def train_policy(
             loop(run)
     trainer.memory.onload_all()
     return trainer
-
-
-def make_objective(config: Config) -> Objective:
-    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
 
 
 def _engine_share(rank: Rank) -> Rollout:
@@ -284,7 +280,7 @@ def _exchange(
     )
 
 
-def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
+def make_rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
@@ -299,7 +295,7 @@ def _rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
     )
 
 
-def _evaluation(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
+def evaluation_of(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
     config = rank.config
 
     def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
@@ -326,7 +322,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     return ParityChecks(
         rank.transport,
         partial(measure_logprobs, trainer),
-        engine,
+        [engine],
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
@@ -341,21 +337,15 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    ranks = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
-    if shape.bridge:
-        table, kept = None, rank.transport.gather(list(engine.receiver.slices))
-        plan = plan_slices(weights, trainer.slices_by_rank(), kept, round_bytes=config.sync.round_bytes, **ranks)
-    else:
-        table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
-        plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
-    return Publisher(
-        plan,
-        WeightSender(trainer.local_slices(), trainer.parameters_by_name),
-        engine.receiver,
+    sender, is_cuda = WeightSender(trainer.local_slices(), trainer.parameters_by_name), rank.device.is_cuda
+    return make_publisher(
+        config,
+        shape,
+        fleet,
         rank.transport,
-        weights,
-        table=table,
+        sender,
+        engine.receiver,
+        is_cuda=is_cuda,
+        weights=weights,
         probe=probe,
-        is_atomic=config.sync.atomic,
-        **ranks,
     )

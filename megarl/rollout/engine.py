@@ -73,30 +73,11 @@ class Engine:
         from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
-        on_cpu = not torch.cuda.is_available()
-        eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
+        eager = is_eager(rollout)
         with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            settings: dict[str, Any] = {
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "trust_remote_code": trust_remote_code,
-                "dtype": str(dtype).removeprefix("torch."),
-                "tensor_parallel_size": rollout.tensor,
-                "distributed_executor_backend": "external_launcher",
-                "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
-                "gpu_memory_utilization": rollout.gpu_memory_utilization,
-                "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-                "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
-                "enforce_eager": eager,
-                "moe_backend": _moe_backend(),
-                "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
-                "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
-                "logprobs_mode": "processed_logprobs",
-                "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
-            }
-            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
-            llm = LLM(str(folder), **settings)
+            settings = engine_settings(rollout, dtype, eager, trust_remote_code=trust_remote_code)
+            llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)
@@ -157,31 +138,12 @@ class Engine:
                 f"the engine has no verified weights of version {version} "
                 f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
-        from vllm import SamplingParams
-
-        limit = self.max_model_len - 1
-        for request in requests:
-            if not 0 < len(request.prompt.tokens) <= limit:
-                raise ValueError(
-                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, but the engine "
-                    f"accepts 1 to {limit}; drop the prompt or raise rollout.max_prompt_tokens"
-                )
         params = [
-            SamplingParams(
-                temperature=request.temperature,
-                seed=request.seed,
-                max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
-                stop_token_ids=self._stop_token_ids,
-                logprobs=0,  # the sampled token only
-                flat_logprobs=True,  # one list, instead of a dictionary per token
-                detokenize=False,
-                skip_clone=True,  # the copy would be deep
-            )
-            for request in requests
+            sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len) for request in requests
         ]
         samples: dict[int, Sample] = {}
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: _sample(requests[number], output, version) for number, output in outputs}
+            new = {number: sample_of(requests[number], output, (version, version)) for number, output in outputs}
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -189,12 +151,8 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        from vllm import SamplingParams
-
-        room = [min(max_tokens, self.max_model_len - 1 - len(prompt)) for prompt in prompts]
         params = [
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            for seed, tokens in enumerate(room)
+            completion_params(prompt, seed, max_tokens, self.max_model_len) for seed, prompt in enumerate(prompts)
         ]
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
@@ -202,11 +160,8 @@ class Engine:
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
         """Returns, for each row [L] of tokens, [L - 1] fp32: log-probs of row[1:] at temperature 1, under the latest
         weights, committed or not."""
-        from vllm import SamplingParams
-
         prompts = [row.tolist() for row in rows]
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        outputs = self._uncommitted(prompts, [params] * len(prompts))
+        outputs = self._uncommitted(prompts, [scoring_params()] * len(prompts))
         return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]  # type: ignore[union-attr]
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -272,19 +227,88 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
+def is_eager(rollout: Rollout) -> bool:
+    return not torch.cuda.is_available() if rollout.enforce_eager is None else rollout.enforce_eager
+
+
+def engine_settings(
+    rollout: Rollout, dtype: torch.dtype, eager: bool, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """vLLM's arguments, the same in both topologies."""
+    on_cpu = not torch.cuda.is_available()
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": trust_remote_code,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": rollout.tensor,
+        "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
+        "enforce_eager": eager,
+        "moe_backend": _moe_backend(),
+        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
+        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
+    }
+    return settings | {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
+
+
+def sampling_params(
+    request: Request, rollout: Rollout, stop_token_ids: Sequence[int], max_model_len: int
+) -> SamplingParams:
+    """Raises ValueError if the prompt is too long."""
+    from vllm import SamplingParams
+
+    tokens = len(request.prompt.tokens)
+    if not 0 < tokens < max_model_len:
+        raise ValueError(
+            f"prompt {request.prompt.prompt_id} has {tokens} tokens, but the engine accepts 1 to {max_model_len - 1}; "
+            "drop the prompt or raise rollout.max_prompt_tokens"
+        )
+    return SamplingParams(
+        temperature=request.temperature,
+        seed=request.seed,
+        max_tokens=min(rollout.max_tokens, max_model_len - tokens),
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,  # the sampled token only
+        flat_logprobs=True,  # one list, instead of a dictionary per token
+        detokenize=False,
+        skip_clone=True,  # the copy would be deep
+    )
+
+
+def completion_params(prompt: Sequence[int], seed: int, max_tokens: int, max_model_len: int) -> SamplingParams:
+    """Of `complete`: at temperature 1 past any end token; the engine scores one token less than it has room for."""
+    from vllm import SamplingParams
+
+    room = min(max_tokens, max_model_len - 1 - len(prompt))
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False)
+
+
+def scoring_params() -> SamplingParams:
+    """Of `score`."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+
+def sample_of(request: Request, output: RequestOutput, versions: tuple[int, int]) -> Sample:
     answer = output.outputs[0]
     prompt, response = list(request.prompt.tokens), list(answer.token_ids)
     skipped = len(prompt)
     logprobs = torch.zeros(skipped + len(response))
-    logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
+    if response:
+        logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,
         tokens=torch.tensor(prompt + response),
         trainable=torch.arange(skipped + len(response)) >= skipped,
         rollout_logprobs=logprobs,
-        versions=(version, version),
+        versions=versions,
         finish=FINISHES.get(answer.finish_reason, "abort"),
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
     )

@@ -188,6 +188,17 @@ class Publisher:
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
         began = time.perf_counter()
+        if self.transfer(version) and self.probe:
+            try:
+                with _stating(REFUSES):
+                    self.probe.check()
+            except BaseException:
+                self.abort()
+                raise
+        return self.commit(version, began)
+
+    def transfer(self, version: int) -> bool:
+        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due."""
         with _stating(KEEPS):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self._parameters()
@@ -203,12 +214,17 @@ class Publisher:
                 self._agree(self._seal())
                 if prove:
                     self._check_placement(parameters)
-                    if self.probe:
-                        self.probe.check()
         except BaseException:
-            if self.receiver:
-                self.receiver.abort()
+            self.abort()
             raise
+        return prove
+
+    def abort(self) -> None:
+        if self.receiver:
+            self.receiver.abort()
+
+    def commit(self, version: int, began: float) -> PublishReport:
+        """The engine serves `version` from now on; `began`: time.perf_counter() when the sync began."""
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
