@@ -237,7 +237,8 @@ def _run(
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # no step has finished
             if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
-                _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
+                is_split, world = config.launch.topology == "split", job.world
+                _write_plan(config, world, 8 if is_split else env.local_world_size if env.has_launcher else world)
             _report([run_dir(config)])
     return code
 

@@ -29,7 +29,7 @@ case "${1:-}" in
   worker)
     [ $# -eq 2 ] || usage
     [ -s "$RAY_AUTH_TOKEN_PATH" ] || { echo "no token in $RAY_AUTH_TOKEN_PATH; start the head first" >&2; exit 2; }
-    "$ray" start --address "$2:$port" "${node[@]}"
+    "$ray" start --address "$2:$port" "${node[@]}" ${BLOCK:+--block} # BLOCK: until the head ends
     ;;
   stop) "$ray" stop ;;
   *) usage ;;

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
         if address:
             ray = _connect(address)
         else:
-            folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))  # nobody else can read it
+            folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))  # nobody else can look into it
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            ray = _start(folder, config, fleet, gpus)
+            ray = _start(folder / "ray", config, fleet, gpus)  # which Ray opens to all
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": 1} | ({"GPU": 1} if has_gpus else {})
@@ -92,7 +92,7 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
     )
     import ray
 
-    with _patched(ray):
+    with _patched(config.launch.dashboard):
         ray.init(
             num_cpus=fleet.trainers + fleet.replicas,
             num_gpus=gpus,
@@ -107,15 +107,20 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
 
 
 @contextmanager
-def _patched(ray: Any) -> Iterator[None]:
-    """Ray 2.60. On Linux it replaces 127.0.0.1 by the host's address, so that every port is reachable; where its
-    clusters are disabled, as on macOS, it does not. And it gives its processes 30 s to start, whatever its settings.
-    tests/e2e/test_split.py reads the listeners."""
-    from ray._private import ray_constants, services
+def _patched(has_dashboard: bool) -> Iterator[None]:
+    """Patches to Ray 2.60, while it starts; tests/e2e/test_split.py reads the listeners.
 
-    is_enabled, get_node = ray_constants.ENABLE_RAY_CLUSTER, services.get_node
+    ENABLE_RAY_CLUSTER: on Linux, Ray replaces 127.0.0.1 by the host's address, so that every port is reachable; where
+    its clusters are disabled, as on macOS, it does not. get_node, start_raylet: its processes have 30 s to start, and
+    the raylet as long to hear of its agents' ports, whatever the settings; for ports chosen here it does not wait.
+    get_dashboard_dependency_error: without a dashboard, its agents leave out the HTTP servers.
+    """
+    from ray._private import ray_constants, services, utils
 
-    def patient(*values: Any) -> Any:
+    get_node, start_raylet = services.get_node, services.start_raylet
+    agents = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
+
+    def get_node_patiently(*values: Any) -> Any:
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -125,11 +130,23 @@ def _patched(ray: Any) -> Iterator[None]:
                     raise
                 time.sleep(0.1)
 
-    ray_constants.ENABLE_RAY_CLUSTER, services.get_node = False, patient
-    try:
+    def start_raylet_with_ports(*values: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in agents]
+        return start_raylet(*values, **{**options, **dict(zip([f"{name}_port" for name in agents], free, strict=True))})
+
+    patches: list[tuple[Any, str, Any]] = [
+        (ray_constants, "ENABLE_RAY_CLUSTER", False),
+        (services, "get_node", get_node_patiently),
+        (services, "start_raylet", start_raylet_with_ports),
+    ]
+    if not has_dashboard:
+        patches.append((utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard")))
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER, services.get_node = is_enabled, get_node
 
 
 def _listen(stack: ExitStack) -> str:
@@ -143,9 +160,3 @@ def _listen(stack: ExitStack) -> str:
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     stack.callback(lambda: store)  # alive until the end
     return f"{host}:{port}"
-
-
-def quietly(call: Any, *values: Any) -> None:
-    """For the end of a process that may have ended."""
-    with suppress(Exception):
-        call(*values)

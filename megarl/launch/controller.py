@@ -32,7 +32,7 @@ from megarl.launch.engines import EngineLost, Engines, Replica
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import MOE_PROBE_PROMPTS, PROBE_PROMPTS, PROBE_TOKENS, Measured, ParityChecks
 from megarl.launch.phases import TimedPhases
-from megarl.launch.ray_actors import POLL_S, RankLost, TrainerRanks, environment
+from megarl.launch.ray_actors import POLL_S, Place, RankLost, TrainerRanks
 from megarl.launch.run_rl import evaluation_of, make_rollouts
 from megarl.layout import Axis
 from megarl.platform.device import Device
@@ -113,9 +113,12 @@ class RemoteWeights:
         self.version = version
         while True:
             try:
-                return self._publish(version)
+                report = self._publish(version)
+                break
             except EngineLost as lost:
                 self.engines.lose(lost)
+        self.engines.adopt()
+        return report
 
     def republish(self) -> None:
         self.publish(version=self.version)
@@ -214,30 +217,16 @@ class Controller:
     def start(cls, config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> Controller:
         """Starts the engines, and does not wait for them."""
         rank = Rank.of(config, Env(), Device(torch.device("cpu"), "gloo"), phase, fleet.trainer_layout(0))
-        engines = Engines.start(
-            config,
-            rank.model_folder,
-            stop_token_ids(rank.tokenizer, config.rollout.stop),
-            cluster.placement,
-            first_bundle=fleet.trainers,
-            gpus=cluster.has_gpus * fleet.ranks_per_replica,
-            log=run_dir(config) / "logs",
-            env=environment(is_local=cluster.is_local),
-        )
+        place = Place.of(cluster, fleet.trainers, fleet.ranks_per_replica, run_dir(config) / "logs")
+        engines = Engines(config, rank.model_folder, stop_token_ids(rank.tokenizer, config.rollout.stop), place)
         engines.is_stopping = lambda: phase.is_stopping
+        engines.start()
         return cls(rank, cluster, fleet, engines, ray.get_runtime_context().get_job_id())
 
     def start_ranks(self) -> TrainerRanks:
-        config, cluster = self.rank.config, self.cluster
-        return TrainerRanks.start(
-            config,
-            cluster.placement,
-            self.fleet.trainers,
-            gpus=int(cluster.has_gpus),
-            meeting=(cluster.store, f"{self.job}/{next(self.numbers)}/trainer"),
-            log=run_dir(config) / "logs",
-            env=environment(is_local=cluster.is_local),
-        )
+        place = Place.of(self.cluster, 0, 1, run_dir(self.rank.config) / "logs")
+        name = f"{self.job}/{next(self.numbers)}/trainer"
+        return TrainerRanks.start(self.rank.config, place, self.fleet.trainers, self.cluster.store, name)
 
     def weights(self, ranks: TrainerRanks) -> RemoteWeights:
         cluster, fleet = self.cluster, self.fleet

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.launch.exit_codes import REFUSED, USER, Failure
-from megarl.launch.ray_actors import POLL_S, EngineActor, RankLost, end_family, start_actor, value_of
+from megarl.launch.ray_actors import POLL_S, EngineActor, Place, RankLost, end_family, value_of
 from megarl.roles import Finished
 from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
@@ -80,31 +80,20 @@ class Engines:
     config: Config
     folder: Path  # of the model
     stop_token_ids: Sequence[int]
-    start_one: Callable[[int], Any]  # the replica's number -> its new actor
-    replicas: list[Replica]
+    place: Place
+    replicas: list[Replica] = field(default_factory=list)
     is_stopping: Callable[[], bool] = lambda: False
     recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
     restarts: int = 0  # so far
+    orphans: list[Request] = field(default_factory=list)  # of lost replicas
 
-    @classmethod
-    def start(
-        cls, config: Config, folder: Path, stop_token_ids: Sequence[int], placement: Any, **places: Any
-    ) -> Engines:
-        """Starts all of them; `wait_started` waits. `places`: first_bundle, gpus, log, env."""
+    def start(self) -> None:
+        """Starts all of them; `wait_started` waits."""
+        self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
 
-        def start_one(number: int) -> Any:
-            log, gpus = places["log"] / f"engine_{number}.log", places["gpus"]
-            return start_actor(EngineActor, placement, places["first_bundle"] + number, gpus, log, places["env"])
-
-        engines = cls(config, folder, stop_token_ids, start_one, [])
-        engines.replicas = [engines.restart(Replica(number)) for number in range(config.rollout.replicas or 1)]
-        return engines
-
-    def restart(self, replica: Replica) -> Replica:
-        """Returns a new, starting one in the place of `replica`."""
-        actor, text = self.start_one(replica.number), self.config.model_dump_json()
-        starting = actor.start.remote(text, str(self.folder), list(self.stop_token_ids), replica.number)
-        return Replica(replica.number, actor, starting)
+    def _start(self, number: int) -> Replica:
+        actor, text = self.place.start(EngineActor, number), self.config.model_dump_json()
+        return Replica(number, actor, actor.start.remote(text, str(self.folder), list(self.stop_token_ids)))
 
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start."""
@@ -162,7 +151,7 @@ class Engines:
 
     def running(self) -> int:
         """roles.AsyncSampler."""
-        return sum(len(replica.requests) for replica in self.replicas)
+        return len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
 
     def sample(
         self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
@@ -189,19 +178,24 @@ class Engines:
         print(f"megarl: {failure.message}; restart {self.restarts} of {limit}", file=sys.stderr, flush=True)
 
     def lose(self, lost: EngineLost) -> None:
-        """Ends what is left of a replica and starts it again; its requests are forgotten."""
+        """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
         self.count_restart(lost.failure)
         number = lost.replica.number
+        self.orphans += self.replicas[number].requests.values()
         self._end(self.replicas[number])
-        self.replicas[number] = self.restart(self.replicas[number])
+        self.replicas[number] = self._start(number)
+
+    def adopt(self) -> None:
+        """Gives the requests of lost replicas to others."""
+        orphans, self.orphans = self.orphans, []
+        if orphans:
+            self.submit(orphans)
 
     def _lose(self, lost: EngineLost) -> None:
-        requests = list(lost.replica.requests.values())
         self.lose(lost)
         if not any(replica.is_ready for replica in self.replicas):
             self.recover()
-        if requests:
-            self.submit(requests)
+        self.adopt()
 
     def leave_ranks(self) -> None:
         """After the trainer's ranks have ended: drops all requests, and accepts none before the next sync."""
@@ -213,6 +207,7 @@ class Engines:
                 replica.requests.clear()
             except EngineLost as other:
                 self.lose(other)
+        self.orphans.clear()
 
     def _end(self, replica: Replica) -> None:
         ray.kill(replica.actor)

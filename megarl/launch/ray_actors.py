@@ -23,7 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl.config.schema import Config
 from megarl.launch import exit_codes
+from megarl.launch.cluster import Cluster
 from megarl.launch.exit_codes import Failure
+from megarl.launch.worker import redirect_output
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
@@ -41,21 +43,17 @@ class RankLost(RuntimeError):
 class _Actor:
     """What both kinds share. Imports torch only once the environment is set."""
 
-    def __init__(self, log: str, environment: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, log: str, environment: Mapping[str, Any]) -> None:
         set_env(**environment)
-        self._log, self._made, self._number, self._phase = Path(log), None, -1, None
+        redirect_output(Path(log))
+        self._number, self._log, self._made = number, Path(log), None
 
     def place(self) -> tuple[str, list[int]]:
         """Returns the node, and this actor's GPUs there."""
         return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
 
-    def _redirect(self) -> None:
-        from megarl.launch.worker import redirect_output
-
-        redirect_output(self._log)
-
     def _failed(self, error: BaseException) -> dict[str, str]:
-        phase = "" if self._phase is None else self._phase.name
+        phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = exit_codes.failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
         return {"failure": exit_codes.to_record(failure)}
@@ -65,12 +63,9 @@ class _Actor:
 class RankActor(_Actor):
     def start(self, config: str, env: Env, store: str, name: str) -> dict[str, Any]:
         try:
-            self._redirect()
             from megarl.launch.split_rank import TrainerRank
 
-            self._number = env.rank
-            self._made: Any = TrainerRank(Config.model_validate_json(config), env, store, name)
-            self._phase = self._made.phase
+            self._number, self._made = env.rank, TrainerRank(Config.model_validate_json(config), env, store, name)
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
         return {"value": None}
@@ -88,19 +83,17 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: str, folder: str, stop_token_ids: list[int], replica: int) -> dict[str, Any]:
+    async def start(self, config: str, folder: str, stop_token_ids: list[int]) -> dict[str, Any]:
+        """Returns what its end needs, processes and segments of shared memory, and the longest row."""
         try:
-            self._redirect()
             from megarl.rollout.async_engine import AsyncEngine
 
-            self._number = replica
             parsed = Config.model_validate_json(config)
-            self._made: Any = await AsyncEngine.start(parsed, Path(folder), stop_token_ids, replica)
+            made = self._made = await AsyncEngine.start(parsed, Path(folder), stop_token_ids, self._number)
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
-        children = self._made.children
-        family = [*children.pids, os.getpid()], sorted(children.segments), self._made.max_model_len
-        return {"value": family}
+        pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
+        return {"value": (pids, segments, made.max_model_len)}
 
     async def call(self, method: str, *values: Any) -> dict[str, Any]:
         try:
@@ -123,18 +116,28 @@ def value_of(ref: Any, what: str) -> Any:
     return reply["value"]
 
 
-def environment(*, is_local: bool) -> dict[str, Any]:
-    """What is set in an actor's process before it imports anything heavy."""
-    values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
-    return values | (LOOPBACK if is_local else {})
+@dataclass(frozen=True)
+class Place:
+    """Where a kind of actor runs."""
 
+    placement: Any  # group
+    first_bundle: int
+    gpus: int  # of each actor
+    logs: Path
+    environment: Mapping[str, Any]  # set before anything heavy is imported
 
-def start_actor(kind: Any, placement: Any, bundle: int, gpus: int, log: Path, values: Mapping[str, Any]) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(placement, bundle)
-    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
-    if kind is EngineActor:
-        options["max_concurrency"] = 1000
-    return kind.options(**options).remote(str(log), values)
+    @classmethod
+    def of(cls, cluster: Cluster, first_bundle: int, gpus: int, logs: Path) -> Place:
+        values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
+        environment = values | (LOOPBACK if cluster.is_local else {})
+        return cls(cluster.placement, first_bundle, gpus * cluster.has_gpus, logs, environment)
+
+    def start(self, kind: Any, number: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self.placement, self.first_bundle + number)
+        options = {"num_cpus": 1, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
+        log = self.logs / f"{name}_{number}.log"
+        return kind.options(**options, **calls).remote(number, str(log), self.environment)
 
 
 @dataclass
@@ -144,24 +147,17 @@ class TrainerRanks:
     actors: Sequence[Any]
 
     @classmethod
-    def start(
-        cls, config: Config, placement: Any, world: int, *, gpus: int, meeting: tuple[str, str], log: Path, env: Any
-    ) -> TrainerRanks:
-        """`meeting`: a store, and the name under which these ranks meet in it."""
-        actors = [start_actor(RankActor, placement, rank, gpus, log / f"rank_{rank}.log", env) for rank in range(world)]
+    def start(cls, config: Config, place: Place, world: int, store: str, name: str) -> TrainerRanks:
+        """They meet at the keys `name` of `store`. Ranks are numbered node by node."""
+        actors = [place.start(RankActor, number) for number in range(world)]
         places = ray.get([actor.place.remote() for actor in actors])
-        nodes = {node: number for number, (node, _) in enumerate(reversed(places))}
-        order = sorted(range(world), key=lambda index: (-nodes[places[index][0]], places[index][1], index))
-        per_node = max(1, world // len(nodes))
-        ranks = cls([actors[index] for index in order])
-        text, (store, name) = config.model_dump_json(), meeting
-        ranks.wait(
-            [
-                # a GPU actor sees its own GPU only, as number 0
-                actor.start.remote(text, Env(rank, world, 0, per_node, has_launcher=True, job_id=name), store, name)
-                for rank, actor in enumerate(ranks.actors)
-            ]
-        )
+        nodes = list(dict.fromkeys(node for node, _ in places))
+        order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
+        ranks, per_node = cls([actors[number] for number in order]), max(1, world // len(nodes))
+        # on a GPU, each sees its own alone, as number 0
+        envs = [Env(rank, world, 0, per_node, has_launcher=True, job_id=name) for rank in range(world)]
+        text = config.model_dump_json()
+        ranks.wait([a.start.remote(text, env, store, name) for a, env in zip(ranks.actors, envs, strict=True)])
         return ranks
 
     def call(self, method: str, *values: Any) -> Any:
@@ -194,11 +190,7 @@ class TrainerRanks:
             return unpack_batch(value)
         first = exit_codes.first_failure(map(exit_codes.to_record, failures))
         assert first is not None
-        if (
-            not pending
-            and {failure.code for failure in failures} == {exit_codes.REFUSED}
-            and len(failures) == len(refs)
-        ):
+        if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
             raise CheckFailed(first.message)
         raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence
 

@@ -10,6 +10,7 @@ from planted.judging import JUDGED
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.reward_models import REWARD_MODELS
+from planted.split import SPLIT
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
@@ -28,6 +29,7 @@ MUTANTS = [
     *MODELS,
     *PREFERENCES,
     *REWARD_MODELS,
+    *SPLIT,
     *SYSTEM,
     *TRAINER,
     *UNTRUSTED,
