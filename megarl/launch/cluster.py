@@ -9,6 +9,7 @@ Ray's protocol executes what it is sent, so a port without a token is a shell fo
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import socket
@@ -42,12 +43,14 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
     """Raises ValueError if the cluster has no room for the job, or refuses its token."""
     address = get_env("RAY_ADDRESS")
     with ExitStack() as stack:
+        store = ""
         if address:
             ray = _connect(address)
         else:
             folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))  # nobody else can look into it
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             ray = _start(folder / "ray", config, fleet, gpus)  # which Ray opens to all
+            store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": 1} | ({"GPU": 1} if has_gpus else {})
@@ -60,8 +63,7 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
                 f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs, but no room for {fleet.trainers} "
                 f"trainer ranks and {fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
             )
-        store = _listen(stack) if address else f"file:{folder / 'store'}"
-        yield Cluster(placement, store, not address, has_gpus)
+        yield Cluster(placement, store or _listen(stack), not address, has_gpus)
 
 
 def _connect(address: str) -> Any:
@@ -74,7 +76,7 @@ def _connect(address: str) -> Any:
     import ray
 
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(f"RAY_ADDRESS={address} cannot be joined ({' '.join(str(error).split())[:300]})") from None
     return ray
@@ -100,7 +102,7 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
             object_store_memory=STORE_BYTES,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=False,
         )
     return ray

@@ -3,7 +3,7 @@
 submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every replica, and returns
                                                               the samples that are finished, packed
 a replica is lost --> its requests go to the others, from their beginning; it starts again in its bundle, and gets
-                      no prompt before a verified sync (split_weights.py); with no other left, that sync is made now
+                      no prompt before a verified sync (controller.py); with no other left, that sync is made now
 """
 
 from __future__ import annotations
@@ -146,8 +146,11 @@ class Engines:
         """roles.AsyncSampler."""
         keys = {(request.prompt.prompt_id, request.index) for request in requests}
         for replica in self.replicas:
-            if ended := sorted(keys & replica.requests.keys()):
-                replica.call("abort", ended)
+            try:
+                if ended := sorted(keys & replica.requests.keys()):
+                    replica.call("abort", ended)
+            except EngineLost as lost:
+                self._lose(lost)
 
     def running(self) -> int:
         """roles.AsyncSampler."""
@@ -205,6 +208,8 @@ class Engines:
                 self.wait_started()
                 replica.call("drop")
                 replica.requests.clear()
+                if replica.poll is not None and ray.wait([replica.poll], timeout=0)[0]:
+                    replica.poll = None  # it has samples of before
             except EngineLost as other:
                 self.lose(other)
         self.orphans.clear()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.config.schema import Config
@@ -106,9 +107,9 @@ class EngineActor(_Actor):
 def value_of(ref: Any, what: str) -> Any:
     """Waits for a call; returns its value. Raises RankLost with its failure."""
     try:
-        reply = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        is_gone = isinstance(error, ray.exceptions.RayActorError)
+        reply: Any = ray.get(ref)
+    except RayError as error:
+        is_gone = isinstance(error, RayActorError)
         cause = "was killed; out of memory? see its log" if is_gone else f"{type(error).__name__}: {error}"
         raise RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone) from None
     if "failure" in reply:
