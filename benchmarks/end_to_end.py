@@ -180,7 +180,7 @@ def _batch(recorded: list[tuple[list[int], list[int]]], samples: int) -> TrainBa
                     tokens=tokens,
                     trainable=torch.arange(len(tokens)) >= len(prompt),
                     rollout_logprobs=torch.zeros(len(tokens)),
-                    versions=(0, 0),
+                    versions=torch.zeros(len(tokens), dtype=torch.int32),
                     finish="length",
                     reward=even_share(tokens=answer),
                 )

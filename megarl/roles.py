@@ -42,9 +42,17 @@ class Stateful(Protocol):
 
 
 class Prompts(Stateful, Protocol):
-    """A resumable stream of prompts, the same on every rank."""
+    """A resumable stream of prompts, the same on every rank; their ids rise."""
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """Numbers that are saved with the position."""
+        ...
 
     def take(self, count: int) -> list[Prompt]: ...
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """`take` returns these, the last that were taken, again."""
+        ...
 
 
 Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated
@@ -101,6 +109,9 @@ class Rollouts(Protocol):
     """Generates, scores, filters and refills groups of samples; returns the same groups on every rank."""
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
+    def trained(self, step: int, update: StepReport | None = None, *, by: str = "policy") -> None:
+        """The groups that were collected for this step are used up: no later step or resumed run samples them."""
+        ...
 
 
 # Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to refuse the update.

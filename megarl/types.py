@@ -52,6 +52,24 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts chosen for the tokens of one row, in each layer that has experts.
+
+    Every rank has the owners and checksums; only the owner of a layer has its experts. A token of which one expert is
+    given K times has no known route: the last token of a sample, which the engine never computed.
+    """
+
+    owners: tuple[int, ...]  # rank, by layer
+    checksums: tuple[int, ...]  # weights.checksum.row_checksums, by layer
+    experts: Tensor | None = None  # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Returns the smallest dtype that holds the index of an expert."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One response with its prompt in front; element l of every tensor describes ``tokens[l]``."""
 
@@ -60,7 +78,7 @@ class Sample:
     tokens: Tensor  # [L] int64
     trainable: Tensor  # [L] bool: True where the policy sampled the token
     rollout_logprobs: Tensor  # [L] fp32, of tokens[l]; 0 where not trainable
-    versions: tuple[int, int]  # oldest and newest policy version that sampled a token
+    versions: Tensor  # [L] int32, of the weights that sampled tokens[l]; -1 where not trainable
     finish: Finish
     text: str = ""  # the response, decoded
     reward: float | None = None  # None: not scored (yet, or the reward failed)
@@ -69,9 +87,15 @@ class Sample:
     has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
+    routes: Routes | None = None  # the engine's; None: not captured
 
 
-SAMPLE_TENSORS = {"tokens": torch.int64, "rollout_logprobs": torch.float32, "trainable": torch.bool}  # [L] of a Sample
+SAMPLE_TENSORS = {  # [L] of a Sample
+    "tokens": torch.int64,
+    "rollout_logprobs": torch.float32,
+    "versions": torch.int32,
+    "trainable": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +128,7 @@ class TokenBatch:
     cu_seqlens: Tensor  # [N + 1] int64
     temperature: float  # of the softmax
     extra_labels: Tensor | None = None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
+    routes: tuple[Routes | None, ...] = ()  # by row, to be replayed; empty: the routers choose
 
     @property
     def num_rows(self) -> int:
@@ -149,7 +174,7 @@ class TrainBatch(TokenBatch):
     group: Tensor  # [N] int64, dense ids 0..G-1
     prompt_id: Tensor  # [N] int64
     finish: Tensor  # [N] int64, index into FINISH
-    versions: Tensor  # [N, 2] int64
+    versions: Tensor  # [T] int32, of the weights that sampled labels[t]; -1 where the mask is False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +203,7 @@ class TokenScores:
     # [T]: V of the state before each label; with critic.bootstrap_truncated, at the last position of a row too, where
     # it is V after the last label; None: no critic
     values: Tensor | None = None
+    routes: tuple[Routes | None, ...] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
 
 
 @dataclass(frozen=True, slots=True)

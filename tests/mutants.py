@@ -1,6 +1,6 @@
 """Plants mistakes in megarl, one at a time, and demands that the test named for each fails.
 
-    python tests/mutants.py [--only TEXT] [--jobs N] [--smallest]
+    python tests/mutants.py [--only TEXT ...] [--jobs N] [--smallest]
 
 Each entry of tests/planted/ is (file, source text, replacement, test). The text must occur exactly once in the file. It
 is replaced in a temporary copy of the repository, never in the working tree; pytest then runs the test there and must
@@ -170,17 +170,19 @@ def judge_all(mutants: Sequence[Mutant], trees: Sequence[Path]) -> list[Verdict]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="only mutants whose file, text or test contains TEXT"
+        "--only", metavar="TEXT", nargs="+", default=[""], help="only mutants whose file, text or test contains a TEXT"
     )
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="tests to run at once (default: 1)")
     parser.add_argument("--smallest", action="store_true", help="a few fast ones")
     args = parser.parse_args()
     mutants = [Mutant(*entry) for entry in (SMALLEST if args.smallest else MUTANTS)]
     mutants = [
-        mutant for mutant in mutants if any(args.only in text for text in (mutant.file, mutant.name, mutant.test))
+        mutant
+        for mutant in mutants
+        if any(only in text for only in args.only for text in (mutant.file, mutant.name, mutant.test))
     ]
     if not mutants:
-        parser.error(f"no mutant contains --only={args.only!r}")
+        parser.error(f"no mutant contains {' or '.join(args.only)}")
 
     os.environ["OMP_NUM_THREADS"] = "1"
     import hypothesis  # noqa: F401 (once, for all forks)

@@ -97,9 +97,11 @@ class Objective:
             values_T = clean(values_T, batch.mask)
             own = {"whiten": False} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}
             returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
+        copied = {field.name for field in fields(TrainBatch)} - {"extra_labels", "routes"}
         scored = ScoredBatch(
-            **{field.name: getattr(batch, field.name) for field in fields(TrainBatch) if field.name != "extra_labels"},
+            **{name: getattr(batch, name) for name in copied},
             extra_labels=scores.teacher_top_ids,
+            routes=scores.routes or batch.routes,
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,

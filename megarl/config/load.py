@@ -265,6 +265,7 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     names = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
     key = ".".join(names)
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    allowed = allowed.replace("a valid tuple", "a list")
     count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing {_origin(key, lines)}; set it{count}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from megarl.config.names import ENGINE_STAGES
-from megarl.config.schema import Config, Critic
+from megarl.config.schema import Config, Critic, Fp8
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.models.fp8 import ROWS, fp8_format
 from megarl.models.hub import model_folder
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
+from megarl.platform.env import has_bf16_products
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
@@ -68,6 +70,33 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
         )
 
 
+def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
+    mode, train = config.rollout.router_replay, config.train
+    if mode == "none":
+        return
+    updates = train.updates_per_step * train.epochs_per_batch
+    problems = {
+        f"but the model ({shape.family}) has no experts; set it to none": not shape.is_moe,
+        f"which {shape.family} on Megatron-Bridge does not support; set it to none": shape.bridge is not None,
+        f"but experts_per_token={shape.experts_per_token}; it needs 2 or more, set it to none": (
+            shape.experts_per_token == 1
+        ),
+        f"but stage={config.stage} has no policy gradient on samples; set it to none": (
+            config.stage not in ("rl", "iterative_grpo")
+        ),
+        "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that": (
+            config.trainer.megatron_options.get("moe_router_fusion", False)
+        ),
+        "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that": (
+            mode == "engine" and config.rollout.enforce_eager is False and not gpus
+        ),
+        "which has no effect with one update per batch, that records its own routes; raise train.updates_per_step or "
+        "epochs_per_batch, or use engine": mode == "trainer" and updates == 1,
+    }
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(f"rollout.router_replay={mode}, {problem}")
+
+
 def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
     """Raises ValueError where Transformer Engine has no kernel; the attention used on a CPU does not need it."""
     if shape.sinks and config.parallel.context > 1:
@@ -102,6 +131,58 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
         )
 
 
+def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that share a scale."""
+    rollout, dtype = config.rollout, config.train.dtype
+    if rollout.quantization == "none":
+        return
+    if dtype != "bf16":
+        raise ValueError(
+            f"rollout.quantization=fp8 with train.dtype={dtype}: vLLM's FP8 kernels take bf16 activations; set "
+            "train.dtype=bf16"
+        )
+    rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
+    if gpus and rows != ROWS[0]:
+        raise ValueError(
+            f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with rollout.tensor="
+            f"{rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower rollout.tensor, or set quantization=none"
+        )
+    if not gpus and not has_bf16_products():
+        raise ValueError("rollout.quantization=fp8 on a CPU needs one with AVX512-BF16 or AMX; set it to none")
+
+
+def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
+    """Whether the linear layers of `layer` of `layers` compute in FP8."""
+    return fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
+
+
+def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError for what FP8 training lacks here."""
+    if (fp8 := config.precision.fp8) is None:
+        return
+    where, ends = f"precision.fp8.recipe={fp8.recipe}", fp8.first_last_bf16
+    problems = {
+        f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
+        "precision.fp8.emulate=true to round as it does": not gpus and not fp8.emulate,
+        "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it": gpus and fp8.emulate,
+        f"{where} cannot be emulated: its scales come from earlier batches; use tensorwise": (
+            fp8.emulate and fp8.recipe == "delayed"
+        ),
+        "precision.fp8.params=true is not available in this version; leave it at false": fp8.params,
+        f"{where} needs train.dtype=bf16 on a GPU, not {config.train.dtype}; set it": (
+            gpus and config.train.dtype != "bf16"
+        ),
+        f"precision.fp8.first_last_bf16={ends} leaves none of the {shape.layers} layers in FP8; lower it": (
+            2 * ends >= shape.layers
+        ),
+        f"precision.fp8.first_last_bf16={ends} with recipe=delayed is not supported by Megatron-Core; set it to 0": (
+            ends and fp8.recipe == "delayed"
+        ),
+    }
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(problem)
+
+
 def _divides(name: str, size: int, by: str, count: int) -> None:
     if size % count:
         divisors = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
@@ -129,15 +210,20 @@ def check_critic(config: Config, shape: ModelShape) -> None:
         )
     if critic.model is None:
         return
-    if not (folder := model_folder(critic.model)).is_dir():
-        raise ValueError(f"critic.model={critic.model} is not a folder; set it to that, or the hub id, of a model")
-    other = read_model(folder)
-    check_model(config, other)
+    other = _beside(config, "critic.model", critic.model)
     if other.vocab != shape.vocab:
         raise ValueError(
             f"critic.model={critic.model} has a vocabulary of {other.vocab}, but the policy's is {shape.vocab}; use a "
             "model of the same tokenizer"
         )
+
+
+def _beside(config: Config, key: str, name: str) -> ModelShape:
+    """The shape of a model in the policy's layout, which `key` names."""
+    if not ((folder := model_folder(name)) / "config.json").is_file():
+        raise ValueError(f"{key}={name} is not a folder with a config.json; set it to that, or the hub id, of a model")
+    check_model(config, other := read_model(folder))
+    return other
 
 
 def check_reward_model(config: Config, shape: ModelShape) -> None:
@@ -173,10 +259,7 @@ def check_frozen(config: Config, shape: ModelShape) -> None:
         if part.url is not None and (temperature := config.rollout.temperature) != 1:
             raise ValueError(f"rollout.temperature={temperature}, but {key}.url gives log-probs at 1; use {key}.model")
         if part.model is not None:
-            if not (folder := model_folder(part.model)).is_dir():
-                raise ValueError(f"{key}.model={folder} is not a folder; set it to that, or the hub id, of a model")
-            check_model(config, other := read_model(folder))
-            vocab = min(vocab, other.vocab)
+            vocab = min(vocab, _beside(config, f"{key}.model", part.model).vocab)
     if top_k > vocab:
         raise ValueError(f"algorithm.distill_top_k={top_k} exceeds the vocabulary of {vocab}; lower it")
 
@@ -207,3 +290,5 @@ def check_iterative(config: Config) -> None:
     }
     if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
         raise ValueError(problem)
+    if model and isinstance(path := model.options.get("path"), str):
+        _beside(config, "rewards: name='model': path", path)

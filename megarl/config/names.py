@@ -61,3 +61,9 @@ CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
 GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
 TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process", "gae")  # may differ within a response
 ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")
+STAGES_OF_SECTIONS = {  # section of the config -> the stages that read it
+    "sft": ("sft",),
+    "dpo": ("dpo", "iterative_dpo"),
+    "reward_model": ("reward_model",),
+    "iterative": ("iterative_grpo",),
+}

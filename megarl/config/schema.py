@@ -12,6 +12,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
 from megarl.config.section import Iterative, Options, Reward, Section
+from megarl.config.stage_sections import Dpo, RewardModel, Sft
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -142,7 +143,7 @@ class Algorithm(Section):
     use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
     entropy_coef: float = 0.0
     filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
-    max_refills: NonNegativeInt = 4  # rounds of up to a batch of fresh prompts; then the step has fewer groups
+    max_refills: NonNegativeInt = 4  # batches of fresh prompts; then the step has fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
     truncated_reward: float = 0.0  # replaces the reward of penalised responses
@@ -220,6 +221,10 @@ class Rollout(Section):
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
+    # fp8: linear layers of the engine in blocks of 128 x 128 with a scale each, quantised during the sync
+    quantization: Literal["none", "fp8"] = "none"
+    # whose choice of experts the trainer replays: the engine's, or that of its own forward pass before the updates
+    router_replay: Literal["none", "engine", "trainer"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
 
 
@@ -251,28 +256,17 @@ class Trainer(Section):
     megatron_options: Options = {}
 
 
+class Fp8(Section):
+    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
+    params: bool = False  # keep parameters in FP8
+    first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
+    emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
+
+
 class Precision(Section):
-    fp8: dict[str, Any] | None = None  # {recipe: blockwise | delayed | tensorwise | mxfp8, ...}
-
-
-class Sft(Section):
-    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
-    roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)  # of a conversation: whose turns are learned
-    patience: PositiveInt | None = None  # stop after as many evaluations without a lower held-out loss; null: never
-
-
-class Dpo(Section):
-    """Of the stages dpo and iterative_dpo (megarl.algorithms.preference)."""
-
-    beta: PositiveFloat = 0.1  # strength of the tie to the reference
-    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # of sigmoid and robust: the share of flipped labels
-    average: bool | None = None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
-    reference: Literal["initial", "previous"] = "initial"  # of iterative_dpo: the first model, or that of this round
-
-    @property
-    def averages(self) -> bool:
-        return self.loss == "ipo" if self.average is None else self.average
+    fp8: Fp8 | None = None
 
 
 class Sync(Section):
@@ -335,17 +329,6 @@ class Eval(Section):
     size: NonNegativeInt = 256  # held-out problems of `task`, at most; 0: only those of `sets`
     temperature: NonNegativeFloat = 0.0
     sets: tuple[EvalSet, ...] = ()  # in addition to the held-out problems of `task`
-
-
-class RewardModel(Section):
-    """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
-
-    head: Literal["scalar", "token"] = "scalar"  # the score of a response's last token, or aggregated from all tokens
-    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
-    centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
-    average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
-    process: bool = False  # one score at the last token of each step
-    separator: str = "\n"  # follows every step, and ends it
 
 
 class SampleFiles(Section):

@@ -33,6 +33,14 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
             f"rewards: name='model' scores on the trainer's ranks, which launch.topology=split does not; {remedy}, or "
             "serve the model (`megarl serve-reward`) and give its URL"
         )
+    for key, value, off in (
+        ("rollout.quantization", rollout.quantization, "none"),
+        ("rollout.router_replay", rollout.router_replay, "none"),
+    ):
+        if value != off:
+            raise ValueError(
+                f"{key}={value} is not available with launch.topology=split; leave it at {off}, or {remedy}"
+            )
     for key, value in {"train.offload": list(train.offload), "rollout.sleep_level": rollout.sleep_level}.items():
         if value:
             raise ValueError(

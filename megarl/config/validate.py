@@ -31,7 +31,7 @@ from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "rollout.expert", "rollout.max_staleness", "precision.fp8",
+    "rollout.expert", "rollout.max_staleness",
 )  # fmt: skip
 
 
@@ -60,10 +60,14 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     check_topology(config, env, shape, command)
     model_checks.check_model(config, shape)
     _check_moe(config, shape)
+    model_checks.check_router_replay(config, shape, gpus)
     if gpus:
         model_checks.check_gpu_trainer(config, shape)
     elif has_engine and not is_split:  # whose engines may be on another machine: launch.run_split
         model_checks.check_cpu_engine(config, shape)
+    if has_engine:
+        model_checks.check_fp8_rollout(config, shape, gpus)
+    model_checks.check_fp8_training(config, shape, gpus)
     _check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)
@@ -185,7 +189,8 @@ def _check_algorithm(config: Config) -> None:
     has_steps = algorithm.advantage == "grpo_process" and any(
         reward.name in ("process", "model") for reward in config.rewards
     )
-    if config.rollout.samples_per_prompt == 1 and is_relative and not (has_raw or has_steps):
+    compares = config.stage in ("best_of_n", "iterative_dpo")  # which _check_preferences explains
+    if config.rollout.samples_per_prompt == 1 and is_relative and not (has_raw or has_steps or compares):
         raise ValueError(
             f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage zero, "
             "because a sample is compared with its group; use 2 or more, or algorithm.preset=reinforce_pp"
@@ -336,6 +341,10 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
     train = config.train
     if train.dtype == "bf16" and not gpus and not has_bf16_products():
         yield "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; set train.dtype=fp32"
+    for key, stages in names.STAGES_OF_SECTIONS.items():
+        if config.stage not in stages and (part := getattr(config, key)) != (default := type(part)()):
+            name = next(name for name, value in part if value != getattr(default, name))
+            yield f"{key}.{name} has no effect in stage: {config.stage}; it is for stage: {' or '.join(stages)}"
     if shape.mtp_layers:
         yield (
             f"num_nextn_predict_layers={shape.mtp_layers}: multi-token prediction layers are neither trained nor "

@@ -72,6 +72,7 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
     rewards = torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32)
     token_rewards, step_ends, outcome_at = _place_rewards(samples, rewards, tokens)
     logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)
+    versions_T = _shifted(_flat([sample.versions for sample in samples], torch.int32), tokens.cu_seqlens)
     return TrainBatch(
         tokens=tokens.tokens,
         labels=tokens.labels,
@@ -86,8 +87,9 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
         group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
         finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
-        versions=torch.tensor([sample.versions for sample in samples], dtype=torch.int64).reshape(-1, 2),
+        versions=torch.where(tokens.mask, versions_T, -1),
         temperature=temperature,
+        routes=tuple(sample.routes for sample in samples) if any(sample.routes for sample in samples) else (),
     )
 
 
@@ -102,7 +104,8 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         if isinstance(value, Tensor):
             values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
     outcome_at = torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1)
-    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at})
+    routes = tuple(batch.routes[row] for row in rows) if batch.routes else ()
+    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at, "routes": routes})
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,7 @@ def example_encoder(tokenizer: Tokenizer, task: Task, roles: Sequence[str]) -> C
         learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
         shown = " / ".join(f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4])
         if not learned:
-            raise ValueError(f"a conversation has no turn of sft.roles={list(roles)}: {shown}; remove it")
+            raise ValueError(f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of them")
         if task.template == "plain" or not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
             raise ValueError(f"a conversation needs a chat template: {shown}; use a chat model")
         if GENERATION_TAG.search(tokenizer.chat_template) and not completion and tuple(roles) == ("assistant",):

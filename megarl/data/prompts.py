@@ -9,8 +9,10 @@ import heapq
 import logging
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count as count_from
 from itertools import islice
 from typing import Any
@@ -23,6 +25,7 @@ from megarl.types import Prompt
 log = logging.getLogger(__name__)
 
 MAX_SKIPS = 1000  # consecutive prompts that are too long
+RECENT = 1 << 16  # positions that are found again without counting from the start
 
 
 def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
@@ -48,10 +51,11 @@ class PromptStream:
     seed: int = 0
     position: int = 0
     skipped: int = 0
-    kept: dict[str, float] = field(default_factory=dict)  # what a stage computes once for each row of the data
+    kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
     example: Callable[[Problem], Example | None] = lambda problem: None  # stage sft: tokens of a whole example
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict, repr=False)  # part -> epoch, permutation
     _parts: tuple[int, Iterator[tuple[int, int]]] = field(default=(-1, iter(())), repr=False)  # from a position on
+    _recent: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=RECENT), repr=False)  # before it
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
         """The next `count` prompts. Without `repeat`, no problem twice: fewer once all problems were seen.
@@ -83,6 +87,13 @@ class PromptStream:
                 )
         return taken
 
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Undoes the end of what was taken: `take` returns `prompts`, the last ones, again."""
+        if prompts:
+            first = prompts[0].prompt_id
+            self.skipped -= self.position - first - len(prompts)
+            self.position = first
+
     def state(self) -> dict[str, Any]:
         return {"position": self.position, "skipped": self.skipped, "kept": dict(self.kept)}
 
@@ -93,11 +104,15 @@ class PromptStream:
     def _next(self) -> tuple[int, int]:
         """The part at `position`, and the position within that part's own stream; moves on."""
         position, parts = self._parts
-        if position != self.position:  # the start, or restored
-            parts = islice(interleave([source.weight for source in self.sources]), self.position, None)
         self.position += 1
+        if 0 <= (behind := position - self.position) < len(self._recent):  # put back
+            return self._recent[-1 - behind]
+        if position != self.position - 1:  # the start, or restored
+            parts = islice(interleave([source.weight for source in self.sources]), self.position - 1, None)
+            self._recent.clear()
         self._parts = (self.position, parts)
-        return next(parts)
+        self._recent.append(next(parts))
+        return self._recent[-1]
 
     def _index(self, part: int, number: int) -> int:
         """Index of a part's problem; a finite source is shuffled each epoch, an endless one is not."""

@@ -1,6 +1,7 @@
 """Finds where an engine differs from the trainer, by recomputing one thing at a time.
 
     sampled tokens, scored again --they agree--> another temperature explains them, or decoding is at fault
+    the engine's routes, replayed --they agree--> routing
     first sublayer that differs by more than rounding --its output replaced by the engine's--> the next, until none does
     log-probs still differ --> softmax, scale of the logits or output head
 
@@ -52,7 +53,7 @@ class CauseSearch:
         scored = [Excess(_diff(batch_1, logprobs_T - scores_T), floor) for scores_T in scores]
         rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic)
         if not scored[rank].is_explained:
-            return self._of_model(batch_1, floor, rank)
+            return self._of_routing(batch_1, floor, rank, scored[rank].found) or self._of_model(batch_1, floor, rank)
         if rollout_logprobs_T is None:
             return None
         if temperature := self._fitted_temperature(batch, floor, rollout_logprobs_T):
@@ -76,6 +77,20 @@ class CauseSearch:
         left = diff_at(best)
         is_fitted = left.median < 0.2 * unfitted or (left.median < 0.5 * unfitted and Excess(left, floor).is_explained)
         return batch.temperature * 2**best if is_fitted else None
+
+    def _of_routing(self, batch: TokenBatch, floor: Quantiles, rank: int, before: Quantiles) -> str | None:
+        """Replays the routes of the engine on `rank`; None if they do not explain the difference."""
+        scores, routes = self._of_engine(rank, lambda engine: engine.score_with_routes(_rows(batch)))
+        if not routes or batch.routes or not self.trainer.router_replay.is_possible:
+            return None
+        left = _diff(batch, self._run(replace(batch, routes=routes))[0] - _padded(scores))
+        share = self.trainer.router_replay.metrics()["routing/differs"]
+        if not Excess(left, floor).is_explained:
+            return None
+        return (
+            f"routing: the engine chose other experts for {share:.2%} of (token, layer) pairs; with its routes "
+            f"replayed, {before} becomes {left}; rollout.router_replay=engine trains so"
+        )
 
     def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
         """Names the sublayers of the engine on `rank` that differ on their own, then the head if it does."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
@@ -29,9 +30,12 @@ from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, p
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
+from megarl.models.fp8 import with_scales
 from megarl.models.hub import model_folder
 from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
+from megarl.models.shards import slices_of
+from megarl.planner.weight_sync import rollout_format
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
@@ -44,6 +48,7 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, TokenBatch, TokenOutputs
+from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import InProcess, Transport
 from megarl.weights.transports.collective import Collective
 
@@ -116,7 +121,7 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of the configured model or that of `folder`, in the rank's layout or another one, with the vocabulary
     head or another. `beside` is a trainer whose process groups it uses; `train` has the settings that differ."""
-    config = rank.config
+    config, replays = rank.config, rank.config.rollout.router_replay != "none"
     return Trainer.build(
         rank.shape if folder is None else read_model(folder),
         layout or rank.layout,
@@ -126,7 +131,9 @@ def make_trainer(
         folder=folder or rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
-        megatron_options=config.trainer.megatron_options,
+        megatron_options={"fp8": config.precision.fp8}
+        | config.trainer.megatron_options
+        | ({"moe_router_fusion": False} if replays else {}),
         beside=beside,
     )
 
@@ -143,7 +150,8 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLe
         for field, key in (("ref_logprobs", "reference"), ("teacher_logprobs", "teacher"))
         if (part := getattr(config, key)) is not None
     }
-    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen)
+    records_routes = config.rollout.router_replay == "trainer"
+    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen, records_routes=records_routes)
     if not objective.algorithm.needs_critic:
         return learner
     folder = None if critic.model is None else model_folder(critic.model)
@@ -163,6 +171,21 @@ def frozen_model(rank: Rank, part: FrozenModel, key: str, trainer: Trainer) -> C
     check_weights(rank, frozen)
     frozen.memory.offload_all()
     return partial(forward_in_turn, frozen, trainer.memory, top_k=top_k)
+
+
+def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
+    """Returns what quantises the trainer's weights as the engine has them; None if it does not quantise."""
+    if (fmt := rollout_format(rank.config, rank.shape)) is None:
+        return None
+
+    def reduce_max(values: Tensor, is_expert: bool) -> None:
+        group = trainer.groups.expert_tensor if is_expert else trainer.groups.tensor
+        if group.size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+    assert trainer.table is not None
+    slices = slices_of(with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout)
+    return Fp8Quantizer(slices, fmt, reduce_max)
 
 
 def check_weights(rank: Rank, trainer: Trainer) -> None:

@@ -42,6 +42,7 @@ from megarl.roles import Gate, Prompts
 from megarl.rollout.async_engine import SyncGroup
 from megarl.rollout.exchange import Exchange
 from megarl.stages.rl import RlRun, train
+from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.telemetry.log import Telemetry
 from megarl.types import CheckFailed, ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenScores, TrainBatch
 from megarl.weights.fleet import Fleet
@@ -240,22 +241,23 @@ class Controller:
     def run(self, ranks: TrainerRanks) -> None:
         """Runs the loop from the start or from a checkpoint."""
         rank, config, phase = self.rank, self.rank.config, self.rank.phase
-        prompts, objective = make_prompts(rank), make_objective(config)
+        ledger, objective = Ledger(make_prompts(rank)), make_objective(config)
         start, state, cursor = ranks.call("restore")
         if start:
-            prompts.restore(cursor)
+            ledger.restore(cursor)
         self.engines.wait_started()
         facts = {"world_size": self.fleet.world, "layout": str(rank.layout)}
         with closing(Telemetry(config, start=start, interactive=is_interactive(), facts=facts)) as telemetry:
+            ledger.open(run_dir(config) / LEDGER, step=start)
             phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, (), None, phase)
             scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
             replica = member = Axis(1, 0)
             options = {"span": phases.part, "is_stopping": lambda: phase.is_stopping}
             exchange = Exchange(self.engines, scorer, replica, member, **options)
-            checkpoint, is_masked = RemoteCheckpoint(ranks, prompts), config.algorithm.truncated == "mask"
+            checkpoint, is_masked = RemoteCheckpoint(ranks, ledger), config.algorithm.truncated == "mask"
             run = RlRun(
-                prompts=prompts,
-                rollouts=make_rollouts(rank, exchange),
+                prompts=ledger,
+                rollouts=make_rollouts(rank, exchange, ledger),
                 collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
                 learner=RemoteLearner(ranks),
                 objective=objective,

@@ -166,8 +166,9 @@ class Engines:
             new = self.poll()
             samples |= {(sample.prompt_id, sample.index): sample for sample in new}
             finished(new)
-        if wrong := {sample.versions for sample in samples.values()} - {(version, version)}:
-            raise CheckFailed(f"engines sampled with weights of versions {sorted(wrong)}, not {version}")
+        for sample in samples.values():
+            if (wrong := sample.versions[sample.trainable & (sample.versions != version)]).numel():
+                raise CheckFailed(f"an engine sampled with weights of version {int(wrong[0])}, not {version}")
         return [samples[request.prompt.prompt_id, request.index] for request in requests]
 
     # replicas that are lost

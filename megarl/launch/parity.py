@@ -7,7 +7,8 @@ checks.max_logprob_diff sets a bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,8 @@ from megarl.algorithms.parity import (
     rounding_floor,
 )
 from megarl.data.collate import take_rows, token_batch
-from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
+from megarl.types import CheckFailed, Routes, ScoredBatch, TokenBatch, TrainBatch
+from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
 
 if TYPE_CHECKING:  # its module imports Megatron-Core, which the controller of the split topology does without
@@ -46,19 +48,27 @@ class ScoringEngine(Protocol):
     def is_asleep(self) -> bool: ...
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]: ...
+    def score_with_routes(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Log-probs [K] of the tokens in the mask, and what two correct implementations of them differ by."""
 
-    logprobs_K: Tensor
+    logprobs_K: Tensor  # with the engine's weights, if it quantises them
     floor: Quantiles
+    quantised: Quantiles | None = None
+
+    @property
+    def of_policy(self) -> Quantiles:
+        """What log-probs of the trained weights, which the engine may quantise, differ by from the engine's."""
+        return self.quantised or self.floor
 
 
-def rounding_of(trainer: Trainer) -> float:
-    """Returns the relative rounding error of a sublayer's output."""
-    dtype = trainer.train.dtype
+def rounding_of(trainer: Trainer, *, is_fp8: bool = False) -> float:
+    """Returns the relative rounding error of a sublayer's output. `is_fp8`: the engine's weights are FP8, and on a GPU
+    also the activations that they are multiplied with."""
+    dtype = "fp8" if trainer.fp8 or (is_fp8 and trainer.device.type == "cuda") else trainer.train.dtype
     return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
 
 
@@ -70,16 +80,31 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
     return few, few.rollout_logprobs
 
 
-def measure_logprobs(trainer: Trainer, batch: TokenBatch) -> Measured:
-    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors."""
+def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
+    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors.
+
+    With a quantizer, these are of the weights that the engine has, and there is one more of those that are trained.
+    """
     from megarl.debug.sublayers import rounding_errors
 
-    eps = rounding_of(trainer)
-    exact_K, noise = trainer.logprobs(batch)[batch.mask], []
-    for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))):
-        with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
-            noise.append(trainer.logprobs(batch)[batch.mask] - exact_K)
-    return Measured(exact_K, rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR))
+    eps = rounding_of(trainer, is_fp8=quantizer is not None)
+    trained_K, noise = trainer.logprobs(batch)[batch.mask], []
+    with through_fp8(trainer, quantizer):
+        seen_K = trained_K if quantizer is None else trainer.logprobs(batch)[batch.mask]
+        for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))):
+            with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
+                noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
+    noise_DK = torch.stack(noise)
+    floor, quantised = (
+        rounding_floor(seen_K, each_DK, error=LOG_SOFTMAX_ERROR)  # which doubles the variance
+        for each_DK in (noise_DK, noise_DK + (seen_K - trained_K) / 2**0.5)
+    )
+    return Measured(seen_K, floor, quantised)
+
+
+def through_fp8(trainer: Trainer, quantizer: Fp8Quantizer | None) -> AbstractContextManager[None]:
+    """Within it, the trainer's weights are those of an engine that quantises them."""
+    return nullcontext() if quantizer is None else quantizer.through_fp8(trainer.parameters_by_name())
 
 
 @dataclass
@@ -94,9 +119,11 @@ class ParityChecks:
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
     is_moe: bool = False
+    replays: bool = False  # the trainer, the routes of rank 0's engine
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
-    floor: Quantiles | None = None  # as last measured
+    floor: Quantiles | None = None  # of the policy's tokens, as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
+    version: Callable[[], int | None] = lambda: None  # of the weights last published; None: all tokens have it
 
     def check(self) -> None:
         """publish.Probe."""
@@ -121,11 +148,16 @@ class ParityChecks:
         rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
+        if self.replays:
+            scores, routes = self.engines[0].score_with_routes(rows)
+            all_scores, batch = [scores], replace(batch, routes=self.transport.gather(routes)[0])
+        else:
+            all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
-        self.floor = floor = self.transport.gather(measured.floor)[0]
+        floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
         logprobs_K, found = self._of_rank_0(measured.logprobs_K), list[Quantiles]()
-        for engine in self.engines:
-            scores_K = torch.cat([score[-self.max_tokens :] for score in engine.score(rows)])
+        for scores in all_scores:
+            scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
             found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
@@ -137,9 +169,19 @@ class ParityChecks:
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
 
+        Tokens of older weights differ because the trainer has moved on: they are not judged. If there are no others,
+        the probe of the last sync was the judge.
         The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
         REMEASURED_EVERY batches where more than half of the limit is used up.
         """
+        version = self.version()
+        is_fresh_T = batch.mask & (batch.versions == version)
+        if version is not None and not is_fresh_T.equal(batch.mask):
+            batch = replace(batch, mask=is_fresh_T)
+            rows = batch.mask.split(batch.cu_seqlens.diff().tolist())
+            batch = take_rows(batch, [row for row, mask_L in enumerate(rows) if mask_L.any()])
+            if not batch.num_rows:
+                return {}
         assert batch.old_logprobs is not None
         found = Quantiles.of((batch.old_logprobs - batch.rollout_logprobs)[batch.mask])
         parity, prompts = compare(batch), batch.prompt_id.unique().numel()
@@ -173,7 +215,7 @@ class ParityChecks:
         return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"
 
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
-        self.floor, self.floor_age = self.measure(batch).floor, 0
+        self.floor, self.floor_age = self.measure(batch).of_policy, 0
         return self.floor
 
     def _of_rank_0(self, x: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
         layouts, build = json.loads((run_dir(config) / "layouts.json").read_text()), partial(make_trainer, rank)
         results = check_layouts(layouts, batch, build, world=env.world_size, rank=env.rank)
         if env.is_main:
-            (run_dir(config) / "check.json").write_text(json.dumps(compare(results, config.train.dtype)))
+            (run_dir(config) / "check.json").write_text(
+                json.dumps(compare(results, "fp8" if config.precision.fp8 else config.train.dtype))
+            )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from megarl.algorithms.parity import Quantiles
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
 from megarl.checkpoint.torch_dist import CRITIC
-from megarl.config.load import changed
+from megarl.config.load import changed, run_dir
 from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
@@ -34,6 +34,7 @@ from megarl.launch.build import (
     make_learner,
     make_objective,
     make_prompts,
+    make_quantizer,
     make_trainer,
     open_rank,
     rank_telemetry,
@@ -49,12 +50,14 @@ from megarl.launch.parity import (
     measure_logprobs,
     rounding_of,
     sampled_rows,
+    through_fp8,
 )
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
+from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.planner.weight_sync import fleet_of
+from megarl.planner.weight_sync import fleet_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
@@ -65,6 +68,7 @@ from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
 from megarl.stages.rl import RlRun, train
+from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
@@ -124,7 +128,8 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(unchecked, env, phase) as rank:
         trainer, engine, parity, _ = _synced(rank)
         batch = parity_batch(rank, engine)
-        measured = measure_logprobs(trainer, batch)
+        quantizer = make_quantizer(rank, trainer)
+        measured = measure_logprobs(trainer, batch, quantizer)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
         excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
         if env.is_main:
@@ -132,10 +137,17 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
             print(f"measured   {found}")
             print(f"floor      {measured.floor}")
             print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+        if batch.routes:
+            own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
+            trainer.logprobs(batch)
+            share = trainer.router_replay.metrics()["routing/differs"]
+            if env.is_main:
+                print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
+                print(f"           without replay {own}", flush=True)
         if not excess.is_explained:
             assert parity.find
             few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-            cause = parity.find(few, measure_logprobs(trainer, few).floor, logprobs_T)
+            cause = parity.find(few, measure_logprobs(trainer, few, quantizer).floor, logprobs_T)
             raise CheckFailed(
                 f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
             )
@@ -176,14 +188,14 @@ def train_policy(
     keep on the device what they do not need together.
     """
     config = rank.config
-    trainer, prompts = make_trainer(rank), make_prompts(rank)
+    trainer, ledger = make_trainer(rank), Ledger(make_prompts(rank))
     objective = objective or make_objective(config)
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
     if isinstance(learner, ActorCritic):
         further = replace(further, models={CRITIC: learner.critic, **further.models})
-    checkpoint = make_checkpoints(rank, trainer, prompts, objective.initial_state(), further)
+    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), further)
     start, state = checkpoint.restore(config.checkpoint.resume)
     for trained in learner.trainers:
         check_weights(rank, trained)
@@ -191,6 +203,7 @@ def train_policy(
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
+        ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
@@ -198,8 +211,8 @@ def train_policy(
         weights.span = phases.part
         timed = learner.timed(phases.part)
         run = RlRun(
-            prompts=prompts,
-            rollouts=make_rollouts(rank, exchange),
+            prompts=ledger,
+            rollouts=make_rollouts(rank, exchange, ledger),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
@@ -245,6 +258,7 @@ def make_engine(rank: Rank) -> Engine:
         dtype=DTYPES[rank.config.train.dtype],
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
+        fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
     )
     engine.before_steps(partial(_before_engine_step, rank))
@@ -280,7 +294,7 @@ def _exchange(
     )
 
 
-def make_rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
+def make_rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
@@ -292,6 +306,7 @@ def make_rollouts(rank: Rank, exchange: Exchange) -> Rollouts:
         max_refills=algorithm.max_refills,
         shape=Shaping(algorithm, config.rollout.max_tokens),
         greedy_baseline=algorithm.advantage == "remax",
+        ledger=ledger,
     )
 
 
@@ -319,16 +334,25 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
     longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
     count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
+    quantizer = make_quantizer(rank, trainer)
+    search = CauseSearch(trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None))
+
+    def find(*args: Any) -> str | None:
+        with through_fp8(trainer, quantizer):
+            return search.find(*args)
+
     return ParityChecks(
         rank.transport,
-        partial(measure_logprobs, trainer),
+        partial(measure_logprobs, trainer, quantizer=quantizer),
         [engine],
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always",
+        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
+        version=lambda: engine.receiver.version,
         is_moe=rank.shape.is_moe,
-        find=CauseSearch(trainer, engine, rank.transport, rounding_of(trainer)).find,
+        replays=config.rollout.router_replay == "engine",
+        find=find,
     )
 
 
@@ -336,16 +360,11 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
+    sender, fmt = WeightSender(trainer.local_slices(), trainer.parameters_by_name), rollout_format(config, shape)
+    if fmt and (quantizer := make_quantizer(rank, trainer)):
+        weights = weights.in_fp8(scale_shapes(shape, fmt))
+        sender = quantizer.sender(trainer.parameters_by_name)
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    sender, is_cuda = WeightSender(trainer.local_slices(), trainer.parameters_by_name), rank.device.is_cuda
-    return make_publisher(
-        config,
-        shape,
-        fleet,
-        rank.transport,
-        sender,
-        engine.receiver,
-        is_cuda=is_cuda,
-        weights=weights,
-        probe=probe,
-    )
+    is_cuda = rank.device.is_cuda
+    options = {"is_cuda": is_cuda, "weights": weights, "probe": probe}
+    return make_publisher(config, shape, fleet, rank.transport, sender, engine.receiver, **options)

@@ -61,7 +61,7 @@ def score_rows(reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list
             raise ValueError(f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, not {str(tokens)[:60]}")
         start = len(prompt) if row.prompt_length is None else row.prompt_length
         trainable, zeros = torch.arange(len(tokens)) >= start, torch.zeros(len(tokens))
-        samples.append(Sample(0, index, torch.tensor(tokens), trainable, zeros, (0, 0), row.finish, reward=0.0))
+        samples.append(Sample(0, index, torch.tensor(tokens), trainable, zeros, zeros.int(), row.finish, reward=0.0))
     entries = [{"error": "NaN"} if scored.reward is None else {"score": scored.reward} for scored in reward(samples)]
     return [{"id": row.id, **entry} for row, entry in zip(rows, entries, strict=True)]
 

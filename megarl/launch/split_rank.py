@@ -93,7 +93,7 @@ class TrainerRank:
     def measure(self, batch: TokenBatch) -> Measured:
         """The trainer's side of the probe; the gate starts with its floor."""
         measured = measure_logprobs(self.trainer, batch)
-        self.checks.floor = self.rank.transport.gather(measured.floor)[0]
+        self.checks.floor = self.rank.transport.gather(measured.of_policy)[0]
         return measured
 
     def join(self, group: SyncGroup) -> None:

@@ -59,6 +59,8 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
     set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))  # collectives, for launch.progress
+    # kernels run in the order of their launch, on which Megatron's overlap of communication relies
+    set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
     if env.num_nodes == 1:
         set_env(**LOOPBACK)
     watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)

@@ -201,6 +201,7 @@ class Table:
     tied: tuple[Rule, ...] = ()  # the embedding's copy on a last stage that is not also the first
     mtp: tuple[Rule, ...] = ()  # in addition to `layer` and `expert`, in each layer of multi-token prediction
     fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
+    fp8: frozenset[str] = frozenset()  # HF names that move in FP8 blocks (megarl.models.fp8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,20 +291,33 @@ def as_pairs(part: ShardSlice) -> ShardSlice:
     )
 
 
-# --- fp32 tensors among 16-bit ones: a plan counts elements of the dtype that moves, so their last dim is twice as long
+# --- what moves is counted in units, elements of the smallest size: other tensors' last dim is a multiple longer
 
 
-def view_fp32_as_16bit(slices: Iterable[ShardSlice], fp32: frozenset[str], itemsize: int) -> list[ShardSlice]:
-    """Returns all slices, those of `fp32` tensors widened; these must be contiguous in their last dim.
+@dataclass(frozen=True, slots=True)
+class ElementSizes:
+    """Bytes of an element of each HF tensor, as it moves."""
 
-    `itemsize`: bytes of an element that moves.
-    """
-    count = 4 // itemsize
-    return [_widen(part, count) if part.name in fp32 and count > 1 else part for part in slices]
+    usual: int
+    fp32: frozenset[str] = frozenset()  # names, or templates of names
+    fp8: frozenset[str] = frozenset()
+
+    @property
+    def unit(self) -> int:
+        return 1 if self.fp8 else self.usual
+
+    def units(self, name: str) -> int:
+        """Returns how many units an element has."""
+        return (4 if name in self.fp32 else 1 if name in self.fp8 else self.usual) // self.unit
+
+
+def in_units(slices: Iterable[ShardSlice], sizes: ElementSizes) -> list[ShardSlice]:
+    """Returns all slices, those of larger elements widened; these must be contiguous in their last dim."""
+    return [part if (count := sizes.units(part.name)) == 1 else _widen(part, count) for part in slices]
 
 
 def _widen(part: ShardSlice, count: int) -> ShardSlice:
-    assert part.strides[-1] == 1, f"{part} is not contiguous in its last dim"
+    assert part.strides[-1] == 1 or part.shape[-1] == 1, f"{part} is not contiguous in its last dim"
     return replace(
         part,
         start=(*part.start[:-1], part.start[-1] * count),
@@ -313,11 +327,8 @@ def _widen(part: ShardSlice, count: int) -> ShardSlice:
     )
 
 
-def shapes_fp32_as_16bit(
-    shapes: Mapping[str, tuple[int, ...]], fp32: frozenset[str], itemsize: int
-) -> dict[str, tuple[int, ...]]:
-    count = 4 // itemsize
-    return {name: (*size[:-1], size[-1] * count) if name in fp32 else size for name, size in shapes.items()}
+def shapes_in_units(shapes: Mapping[str, tuple[int, ...]], sizes: ElementSizes) -> dict[str, tuple[int, ...]]:
+    return {name: (*size[:-1], size[-1] * sizes.units(name)) for name, size in shapes.items()}
 
 
 # --- a table against what an engine's loaders recorded ------------------------------------------------------------

@@ -21,6 +21,8 @@ from megarl.config.model_checks import check_model
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
 from megarl.layout import smallest_world
+from megarl.models.formats import BlockFormat
+from megarl.models.fp8 import fp8_format
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import LayerSpec
@@ -43,7 +45,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
     cost, fp32 = estimate_cost(plan, fleet, LINKS[gpu]), fp32_tensors(shape)
-    sizes = (prod(size) * (4 if name in fp32 else plan.itemsize) for name, size in hf_shapes(shape).items())
+    sizes = (prod(size) * (4 if name in fp32 else _itemsize(config)) for name, size in hf_shapes(shape).items())
     return plan, {
         "model": shape.family,
         "model_bytes": sum(sizes),
@@ -67,10 +69,21 @@ def plan_of(config: Config, shape: ModelShape, fleet: Fleet, *, spec: LayerSpec 
         shape,
         fleet,
         padded_vocab=padded_vocab(shape.vocab, fleet.parallel.tensor),
-        itemsize=4 if config.train.dtype == "fp32" else 2,
+        itemsize=_itemsize(config),
         round_bytes=config.sync.round_bytes,
         spec=spec,
+        fp8=rollout_format(config, shape),
     )
+
+
+def _itemsize(config: Config) -> int:
+    return 4 if config.train.dtype == "fp32" else 2
+
+
+def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
+    """The blocks in which the engine keeps its linear layers; None: it does not quantise."""
+    rollout = config.rollout
+    return fp8_format(shape, rollout.tensor, rollout.expert) if rollout.quantization == "fp8" else None
 
 
 def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:

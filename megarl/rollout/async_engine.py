@@ -26,7 +26,7 @@ from megarl.planner.weight_sync import fleet_of
 from megarl.platform.children import Children
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
-from megarl.rollout.engine import (
+from megarl.rollout.arguments import (
     completion_params,
     engine_settings,
     is_eager,
@@ -37,6 +37,7 @@ from megarl.rollout.engine import (
 from megarl.rollout.exchange import pack
 from megarl.rollout.publisher import make_publisher
 from megarl.types import CheckFailed, Request, Sample
+from megarl.weights.publish import WeightFormat
 from megarl.weights.transports.collective import Collective, Group, open_store
 
 EXTENSION = "megarl.rollout.async_engine.WorkerExtension"
@@ -87,8 +88,9 @@ class WorkerExtension:
         config, fleet, transport = group.join(rank, is_cuda=is_cuda)
         dtype = DTYPES[config.train.dtype]
         if self.sync_publisher is None:
-            trace = trace_loader(model, hf_shapes(shape), dtype)
-            receiver = LayerReceiver(model, trace, dtype, lambda: None, fp32_tensors(shape))  # the core drops its cache
+            weights = WeightFormat(hf_shapes(shape), dtype, fp32_tensors(shape))
+            trace = trace_loader(model, weights.shapes, dtype)
+            receiver = LayerReceiver(model, trace, weights, lambda: None)  # the core drops its cache
         else:
             receiver = self.sync_publisher.receiver
         self.sync_publisher = make_publisher(config, shape, fleet, transport, None, receiver, is_cuda=is_cuda)
@@ -142,7 +144,7 @@ class AsyncEngine:
         eager = is_eager(rollout)
         if eager:
             set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
-        settings = engine_settings(rollout, dtype, eager, trust_remote_code=config.model.trust_remote_code)
+        settings = engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
         backend = "uni" if rollout.tensor == 1 else "mp"
         arguments = AsyncEngineArgs(
             model=str(folder),
@@ -175,9 +177,7 @@ class AsyncEngine:
 
     async def _sample(self, name: str, request: Request, params: Any) -> None:
         output = await self._generate(list(request.prompt.tokens), params, name)
-        spans = output.outputs[0].weight_versions or []
-        versions = [int(span.version) for span in spans] or [-1]
-        self._finished.append(sample_of(request, output, (min(versions), max(versions))))
+        self._finished.append(sample_of(request, output, None))
         self._requests.pop(name, None)
         self._news.set()
 

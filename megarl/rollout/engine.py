@@ -21,28 +21,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import Rollout
+from megarl.models.formats import BlockFormat
+from megarl.models.fp8 import scale_shapes
+from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
-from megarl.types import CheckFailed, Finish, Request, Sample
+from megarl.rollout.arguments import (
+    completion_params,
+    engine_settings,
+    is_eager,
+    sample_of,
+    sampling_params,
+    scoring_params,
+)
+from megarl.types import CheckFailed, Request, Routes, Sample
+from megarl.weights.publish import WeightFormat
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
+    from megarl.rollout.routes import RouteCapture
     from megarl.rollout.weight_loader import LayerReceiver
 
-FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
 
 
 class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
     def __init__(
-        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool
-    ) -> None:
+        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool,
+        capture: RouteCapture | None = None,
+    ) -> None:  # fmt: skip
+        """`capture` None: no experts, or vLLM cannot show their choice."""
         self.receiver = receiver
         self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
         self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
+        self._capture = capture
         self._asleep: list[str] = []  # the parts that are off the device
         self.bytes_asleep = 0  # of the device; vLLM unmaps them, but torch still counts them as allocated
 
@@ -57,12 +73,13 @@ class Engine:
         dtype: torch.dtype,
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
+        fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
     ) -> Engine:
         """Starts vLLM with dummy weights.
 
         `folder` has the model's config.json; its weights are not read. `shapes` has every tensor of the checkpoint
-        (models.registry.hf_shapes), `fp32` those that are never bf16.
+        (models.registry.hf_shapes), `fp32` those that are never bf16. `fp8`: the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -71,13 +88,15 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.loader_trace import trace_loader
+        from megarl.rollout.routes import capture_of
         from megarl.rollout.weight_loader import LayerReceiver
 
-        eager = is_eager(rollout)
-        with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
+        eager, on_cpu = is_eager(rollout), not torch.cuda.is_available()
+        settings = engine_settings(folder, rollout, dtype, fp8, trust_remote_code=trust_remote_code)
+        with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            settings = engine_settings(rollout, dtype, eager, trust_remote_code=trust_remote_code)
             llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
+        returns_routes = "enable_return_routed_experts" in settings
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)
@@ -85,9 +104,14 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, dtype)
-        receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
-        return cls(llm, rollout, stop_token_ids, receiver, eager)
+        weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
+        trace = trace_loader(model, weights.shapes, dtype)
+        capture = capture_of(llm, model, is_returned=returns_routes) if returns_routes or (on_cpu and eager) else None
+        if capture is not None and rollout.router_replay == "engine":
+            capture.start()
+        reset_cache = llm.reset_prefix_cache if capture is None else capture.reset_cache
+        receiver = LayerReceiver(model, trace, weights, reset_cache)
+        return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
 
     def before_steps(self, function: Callable[[], None]) -> None:
         """Calls `function` before every step of the engine."""
@@ -142,8 +166,9 @@ class Engine:
             sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len) for request in requests
         ]
         samples: dict[int, Sample] = {}
+        capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: sample_of(requests[number], output, (version, version)) for number, output in outputs}
+            new = {number: sample_of(requests[number], output, version, capture) for number, output in outputs}
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -151,18 +176,29 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        params = [
-            completion_params(prompt, seed, max_tokens, self.max_model_len) for seed, prompt in enumerate(prompts)
-        ]
+        limit = self.max_model_len
+        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
         """Returns, for each row [L] of tokens, [L - 1] fp32: log-probs of row[1:] at temperature 1, under the latest
         weights, committed or not."""
+        return self._score(rows, None)[0]
+
+    def score_with_routes(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]:
+        """Returns what `score` does and the routes of each row in the same pass; () if vLLM cannot show them."""
+        with nullcontext() if self._capture is None else self._capture.capturing():
+            return self._score(rows, self._capture)
+
+    def _score(self, rows: Iterable[Tensor], capture: RouteCapture | None) -> tuple[list[Tensor], tuple[Routes, ...]]:
+        def read(output: Any, length: int) -> tuple[Tensor, Routes | None]:
+            return torch.tensor(output.prompt_logprobs.logprobs), capture and capture.of(output, length)
+
         prompts = [row.tolist() for row in rows]
-        outputs = self._uncommitted(prompts, [scoring_params()] * len(prompts))
-        return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]  # type: ignore[union-attr]
+        # prompts with log-probs are computed anew, not found in the prefix cache
+        found = self._uncommitted(prompts, [scoring_params()] * len(prompts), read)
+        return [scores for scores, _ in found], tuple(routes for _, routes in found if routes)
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
@@ -203,14 +239,19 @@ class Engine:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
-    def _uncommitted(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _uncommitted(
+        self, prompts: list[list[int]], params: list[SamplingParams], read: Read = lambda output, _length: output
+    ) -> list[Any]:
+        """Returns `read(output, prompt length)` of each."""
         assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
         self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        outputs = dict(output for outputs in self._steps(prompts, params) for output in outputs)
-        return [outputs[number] for number in range(len(prompts))]
+        steps = self._steps(prompts, params)
+        found = {number: read(output, len(prompts[number])) for outputs in steps for number, output in outputs}
+        return [found[number] for number in range(len(prompts))]
 
     def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
-        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs."""
+        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs,
+        under the ids that the engine uses inside."""
         if not prompts:
             return
         with _compiler(self._eager):
@@ -219,105 +260,15 @@ class Engine:
             numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():
                 done = [output for output in self._llm.llm_engine.step() if output.finished]
-                if done:
-                    yield [(numbers[output.request_id], output) for output in done]
+                finished = [(numbers[output.request_id], output) for output in done]
+                for number, output in finished:
+                    output.request_id = ids[number]
+                if finished:
+                    yield finished
 
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-
-
-def is_eager(rollout: Rollout) -> bool:
-    return not torch.cuda.is_available() if rollout.enforce_eager is None else rollout.enforce_eager
-
-
-def engine_settings(
-    rollout: Rollout, dtype: torch.dtype, eager: bool, *, trust_remote_code: bool = False
-) -> dict[str, Any]:
-    """vLLM's arguments, the same in both topologies."""
-    on_cpu = not torch.cuda.is_available()
-    settings: dict[str, Any] = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "trust_remote_code": trust_remote_code,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensor_parallel_size": rollout.tensor,
-        "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
-        "enforce_eager": eager,
-        "moe_backend": _moe_backend(),
-        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
-        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
-    }
-    return settings | {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
-
-
-def sampling_params(
-    request: Request, rollout: Rollout, stop_token_ids: Sequence[int], max_model_len: int
-) -> SamplingParams:
-    """Raises ValueError if the prompt is too long."""
-    from vllm import SamplingParams
-
-    tokens = len(request.prompt.tokens)
-    if not 0 < tokens < max_model_len:
-        raise ValueError(
-            f"prompt {request.prompt.prompt_id} has {tokens} tokens, but the engine accepts 1 to {max_model_len - 1}; "
-            "drop the prompt or raise rollout.max_prompt_tokens"
-        )
-    return SamplingParams(
-        temperature=request.temperature,
-        seed=request.seed,
-        max_tokens=min(rollout.max_tokens, max_model_len - tokens),
-        stop_token_ids=list(stop_token_ids),
-        logprobs=0,  # the sampled token only
-        flat_logprobs=True,  # one list, instead of a dictionary per token
-        detokenize=False,
-        skip_clone=True,  # the copy would be deep
-    )
-
-
-def completion_params(prompt: Sequence[int], seed: int, max_tokens: int, max_model_len: int) -> SamplingParams:
-    """Of `complete`: at temperature 1 past any end token; the engine scores one token less than it has room for."""
-    from vllm import SamplingParams
-
-    room = min(max_tokens, max_model_len - 1 - len(prompt))
-    return SamplingParams(temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False)
-
-
-def scoring_params() -> SamplingParams:
-    """Of `score`."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-
-
-def sample_of(request: Request, output: RequestOutput, versions: tuple[int, int]) -> Sample:
-    answer = output.outputs[0]
-    prompt, response = list(request.prompt.tokens), list(answer.token_ids)
-    skipped = len(prompt)
-    logprobs = torch.zeros(skipped + len(response))
-    if response:
-        logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
-    return Sample(
-        prompt_id=request.prompt.prompt_id,
-        index=request.index,
-        tokens=torch.tensor(prompt + response),
-        trainable=torch.arange(skipped + len(response)) >= skipped,
-        rollout_logprobs=logprobs,
-        versions=versions,
-        finish=FINISHES.get(answer.finish_reason, "abort"),
-        prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
-    )
-
-
-def _moe_backend() -> str:
-    """On Blackwell, vLLM's own choice rounds the width of experts up, and the rows it adds are no checkpoint's."""
-    is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
-    return "triton" if is_blackwell else "auto"
 
 
 def _prepare(env: Env) -> str:

@@ -4,9 +4,10 @@
     the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
                                          '--> a reward model, whose forward pass takes all ranks, adds its scores
 
-The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | masks], in
-host memory (gloo) and without padding. A rank on which sampling or scoring fails reports that before anything is sent,
-so that its peers do not wait for it.
+The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | versions |
+masks], in host memory (gloo) and without padding. Routes are wide: they stay on that rank, which the header names,
+until the rows are dealt to micro-batches (trainer/router_replay.py). A rank on which sampling or scoring fails reports
+that before anything is sent, so that its peers do not wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush
 from itertools import groupby
 from typing import Any
@@ -32,6 +33,7 @@ from megarl.types import (
     SAMPLE_TENSORS,
     CheckFailed,
     Request,
+    Routes,
     Sample,
     ScoredBatch,
     Terminated,
@@ -65,9 +67,10 @@ class Exchange:
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
         rank, world = self.replica.rank * self.member.size + self.member.rank, self.replica.size * self.member.size
-        part, digest, error = torch.empty(0, dtype=torch.uint8), "0", None
+        part, digest, error, own = torch.empty(0, dtype=torch.uint8), "0", None, list[Sample]()
         try:
-            part, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
+            own, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
+            part = pack(own) if self.member.first else part
         except CheckFailed as refusal:
             error = (ERRORS.index(type(refusal)), rank, str(refusal))
         except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
@@ -90,20 +93,22 @@ class Exchange:
                 raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
         with self.span("exchange"):
             parts = self._gather(part, entries[:: self.member.size, 0].tolist())
+        routes = {(sample.prompt_id, sample.index): sample.routes for sample in own}
         samples = [sample for part in parts for sample in unpack(part)]
+        samples = [replace(s, routes=routes.get((s.prompt_id, s.index), s.routes)) for s in samples]
         return self.score(sorted(samples, key=lambda sample: (sample.prompt_id, sample.index)))
 
-    def _sample(self, requests: Sequence[Request], version: int) -> tuple[Tensor, str]:
-        """The scored samples of this replica, packed on its first rank, and their digest."""
+    def _sample(self, requests: Sequence[Request], version: int) -> tuple[list[Sample], str]:
+        """The scored samples of this replica, on its first rank, and their digest."""
         if not self.member.first:
-            return torch.empty(0, dtype=torch.uint8), digest_samples(self.sampler.sample(requests, version=version))
+            return [], digest_samples(self.sampler.sample(requests, version=version))
         scoring = self.rewards.start([request.prompt for request in requests])
         samples = self.sampler.sample(requests, version=version, finished=scoring.add)
         with self.span("reward"):  # what generation has not hidden
             scored = scoring.results(samples)
         if self.is_stopping():  # SIGTERM may have ended a reward's processes, too
             raise Terminated("stopped by SIGTERM")
-        return pack(scored), digest_samples(samples)
+        return scored, digest_samples(samples)
 
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """The parts of all replicas, on every rank.
@@ -148,8 +153,12 @@ def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
 
 def pack(samples: Sequence[Sample]) -> Tensor:
     """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
-    names = [field.name for field in fields(Sample) if field.name not in SAMPLE_TENSORS]
-    rows = [{"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}} for s in samples]
+    names = [field.name for field in fields(Sample) if field.name not in (*SAMPLE_TENSORS, "routes")]
+    rows = [
+        {"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}}
+        | {"routes": s.routes and (s.routes.owners, s.routes.checksums)}
+        for s in samples
+    ]
     columns = [
         torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
         for name, dtype in SAMPLE_TENSORS.items()
@@ -169,6 +178,9 @@ def pack_batch(value: Any) -> Any:
         if isinstance(content, Tensor):
             tensors.append(content.contiguous().flatten().view(torch.uint8))
             content = [str(content.dtype).removeprefix("torch."), list(content.shape)]
+        elif field.name == "routes":
+            assert not content, "only the colocated topology replays routes"
+            continue
         header[field.name] = content
     text = json.dumps([type(value).__name__, header]).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8)
@@ -191,7 +203,7 @@ def unpack_batch(data: Any) -> Any:
 
 
 def unpack(part: Tensor) -> list[Sample]:
-    """The samples that `pack` packed, with equal values and dtypes."""
+    """The samples that `pack` packed, with equal values and dtypes, but no experts."""
     offset = LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES].numpy().tobytes(), "little")
     rows: list[dict[str, Any]] = json.loads(part[LENGTH_BYTES:offset].numpy().tobytes())
     lengths = [row.pop("length") for row in rows]
@@ -201,6 +213,6 @@ def unpack(part: Tensor) -> list[Sample]:
         columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()
         offset = end
     for row in rows:  # JSON has lists only
-        row["versions"] = tuple(row["versions"])
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
+        row["routes"] = row["routes"] and Routes(tuple(row["routes"][0]), tuple(row["routes"][1]))
     return [Sample(**row, **{name: columns[name][i] for name in SAMPLE_TENSORS}) for i, row in enumerate(rows)]

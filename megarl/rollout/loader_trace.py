@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
@@ -74,8 +75,15 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
         owners = [name for name in names if name in loaded]
         if len(owners) == 1 < len(names):
             aliases[owners[0]] = tuple(name for name in names if name != owners[0])
-    _refuse_uncovered(numels, slices, tracer.fills, {name for names in aliases.values() for name in names})
+    covered = {name for names in aliases.values() for name in names}
+    # with FP8 weights vLLM also looks for scales of the KV cache; without any it uses 1
+    covered |= {name for name, module in model.named_modules() if _is_kv_cache_method(module)}
+    _refuse_uncovered(numels, slices, tracer.fills, covered)
     return LoaderTrace(slices, tuple(tracer.fills), aliases)
+
+
+def _is_kv_cache_method(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def module_of(param: str) -> str:

@@ -4,6 +4,10 @@ segment_names (vLLM 0.32, CPU only): under the external launcher the name of CPU
 every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*. Concurrent jobs read each other's activations, and a crashed job
 blocks the next. The patch adds the job's prefix. Delete it when vLLM derives the name from the job;
 tests/dist/test_launch.py runs two jobs side by side.
+
+fp8_kernels (vLLM 0.32, CPU only): vLLM allows its FP8 kernels (bf16 activations, FP8 blocks) only where the CPU has
+AMX, but the library that it loads for AVX512 with bf16 has them too, and they compute the same there. Delete it when
+`is_supported` allows that; tests/dist/test_fp8_rollout.py fails then.
 """
 
 from __future__ import annotations
@@ -28,3 +32,21 @@ def segment_names(prefix: str) -> Iterator[None]:
         yield
     finally:
         _CPUSHMDistributed.make_group_name = staticmethod(original)
+
+
+@contextmanager
+def fp8_kernels() -> Iterator[None]:
+    """Within the context, vLLM chooses its FP8 kernels on every CPU that has them."""
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+    from vllm.platforms import current_platform
+
+    originals = CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device
+    if current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16:
+        CPUFp8BlockScaledMMKernel.is_supported = staticmethod(lambda *_: (True, None))
+        CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
+    try:
+        yield
+    finally:
+        CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device = originals

@@ -22,39 +22,35 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from megarl.models.shards import ShardSlice, view_fp32_as_16bit
+from megarl.models.shards import ShardSlice
 from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of, put_on_meta, restore_kernel_tensors
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
 from megarl.weights.plan import Message, View
+from megarl.weights.publish import WeightFormat
 
 State = Literal["empty", "writing", "sealed", "ready"]
 PROCESSED = "_already_called_process_weights_after_loading"
 
 
 class LayerReceiver:
-    """publish.WeightReceiver. `reset_cache` drops the engine's prefix cache of old weights.
-
-    `fp32`: HF tensors that stay fp32; they move as twice as many elements if `dtype` is a 16-bit type.
-    """
+    """publish.WeightReceiver. `reset_cache` drops the engine's prefix cache of old weights."""
 
     def __init__(
         self,
         model: nn.Module,
         trace: LoaderTrace,
-        dtype: torch.dtype,
+        weights: WeightFormat,
         reset_cache: Callable[[], object],
-        fp32: frozenset[str] = frozenset(),
     ) -> None:
-        self.slices = view_fp32_as_16bit(trace.slices, fp32, dtype.itemsize)
+        self.slices = weights.moved_slices(trace.slices)
         self.device = next(model.parameters()).device
         self.state: State = "empty"
         self.version: int | None = None
         self._modules = dict(model.named_modules())
         self._aliases = trace.aliases
-        self._dtype = dtype
-        self._fp32 = fp32
+        self._weights = weights
         self._reset_cache = reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
         self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
@@ -86,7 +82,8 @@ class LayerReceiver:
             if not self._is_open(self._modules[module]):
                 self._open(module)
             # read back before the layer closes: packed bytes cannot be compared
-            wrong += copy_and_verify(part, self._view(transfer.name, transfer.destination, transfer.shape))
+            view = self._view(transfer.name, transfer.destination, transfer.shape)
+            wrong += copy_and_verify(part if view.dtype == part.dtype else part.view(self._weights.dtype), view)
             self._loaded[transfer.name] += transfer.numel
             self._left[module] -= transfer.numel
             if not self._left[module]:
@@ -102,7 +99,7 @@ class LayerReceiver:
             raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
-                layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
+                layer.process_weights_after_loading(self._weights.dtype)  # type: ignore[operator]
         self._reset_cache()
         self.state = "sealed"
         return dict(self._loaded)
@@ -124,11 +121,18 @@ class LayerReceiver:
                 restore_kernel_tensors(layer)
 
     def _view(self, name: str, where: View | ShardSlice, shape: tuple[int, ...]) -> Tensor:
+        """In the dtype that moves; in the parameter's own where the engine keeps a tensor in a wider one."""
         module, _, leaf = where.param.rpartition(".")
-        parameter = getattr(self._modules[module], leaf)
-        if name in self._fp32 and parameter.dtype != torch.float32:
-            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but the trainer in fp32")
-        return strided_view(parameter, where, shape, self._dtype if name in self._fp32 else parameter.dtype)
+        parameter, weights = getattr(self._modules[module], leaf), self._weights
+        expected = torch.float8_e4m3fn if name in weights.fp8 else weights.dtype_of(name)
+        if parameter.dtype == expected:
+            return strided_view(parameter, where, shape, weights.unit)
+        if name in weights.fp32 | weights.fp8:
+            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}")
+        count = weights.sizes.units(name)
+        strides = (*(stride // count for stride in where.strides[:-1]), where.strides[-1])
+        narrow = View(where.param, where.offset // count, strides)
+        return strided_view(parameter, narrow, (*shape[:-1], shape[-1] // count), parameter.dtype)
 
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
@@ -146,8 +150,9 @@ class LayerReceiver:
         info = layerwise.get_layerwise_info(layer)
         for number, part in self._slices[module] if self._sums else ():
             view = self._view(part.name, part, part.shape)
-            # as it was sent: the engine may keep it in a wider dtype
-            self._sums[number] = positional_checksum(view.to(self._dtype), part.start)
+            if view.dtype != self._weights.unit:  # as it was sent
+                view = view.to(self._weights.dtype).view(self._weights.unit)
+            self._sums[number] = positional_checksum(view, part.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()

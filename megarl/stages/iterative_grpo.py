@@ -33,7 +33,9 @@ class RewardModelTraining:
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
 
     def sample(self, prompts: Prompts, step: int) -> list[Ranking]:
-        return rankings(self.rollouts.collect(prompts, self.options.prompts, version=step).groups, self.options.pairs)
+        rollout = self.rollouts.collect(prompts, self.options.prompts, version=step)
+        self.rollouts.trained(step, by="reward_model")
+        return rankings(rollout.groups, self.options.pairs)
 
     def train(self, fresh: Sequence[Ranking], step: int) -> None:
         """Makes `updates` updates, each on its share of `fresh` and a replay, then adds `fresh` to the history."""

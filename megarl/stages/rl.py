@@ -49,6 +49,7 @@ def train(run: RlRun) -> None:
                 # the gate acts before the first optimizer step
                 update = run.learner.update(scored, gate=run.checks.parity)
                 run.state = run.objective.after_updates(scored, update, run.state)
+                run.rollouts.trained(step, update)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state)
             with run.phases.sync():

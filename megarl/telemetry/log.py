@@ -27,7 +27,7 @@ from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.roles import Record
 from megarl.telemetry.gpus import open_gpus
-from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, update_metrics
+from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, staleness_metrics, update_metrics
 from megarl.telemetry.sample_files import SampleWriter
 from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
@@ -205,6 +205,7 @@ class Telemetry:
             "step": step,
             **self._facts,
             **(rollout_metrics(rollout) if rollout else {}),
+            **staleness_metrics(groups, step),
             **update_metrics(update),
             **self._times(took),
             **(publish_metrics(sync) if sync else {}),

@@ -64,6 +64,12 @@ def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions the weights of each sampled token are behind those that are trained."""
+    behind = [version - v for g in groups for s in g.samples for v in s.versions[s.trainable].tolist()]
+    return {"staleness/mean": fmean(behind), "staleness/max": max(behind)} if behind else {}
+
+
 def update_metrics(report: StepReport) -> dict[str, Any]:
     """Means over the updates of a step; `update/skipped` counts those that were skipped."""
     updates = report.updates

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,13 @@ def _line(group: Group, sample: Sample) -> dict[str, Any]:
         "length": int(sample.trainable.sum()),
         "truncated": sample.finish == "length",
         "finish": sample.finish,
+        "versions": _runs(sample.versions[sample.trainable].tolist()),
     }
+
+
+def _runs(versions: list[int]) -> list[list[int]]:
+    """[version, number of tokens in a row] of the sampled tokens."""
+    return [[version, len(list(run))] for version, run in groupby(versions)]
 
 
 def _advantage(scored: ScoredBatch, row: int) -> dict[str, float | None]:

@@ -54,7 +54,7 @@ class ActorCritic:
     def score(self, batch: TrainBatch) -> TokenScores:
         scores = self.actor.score(batch)
         with self.span("values"):
-            return replace(scores, values=self.critic.forward(batch).values_T)
+            return replace(scores, values=self.critic.forward(replace(batch, routes=())).values_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Updates both, or in the first `settings.warmup_steps` steps the critic alone. Raises CheckFailed, before
@@ -84,6 +84,7 @@ class ActorCritic:
         return StepReport((), metrics)
 
     def _update_critic(self, batch: ScoredBatch) -> list[UpdateReport]:
+        batch = replace(batch, routes=())  # those of the policy
         loss, updates = partial(value_losses, batch, self.settings.clip), list[UpdateReport]()
         for plan in batch_plans(batch, self.critic, self.actor.seed):
             weights_T = loss_weights(batch, plan)

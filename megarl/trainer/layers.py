@@ -116,11 +116,11 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = _ReplicatedLinear(config, config.q_lora_rank)
-        self.linear_kv_down_proj = _ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_q_down_proj = ReplicatedLinear(config, config.q_lora_rank)
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
 
 
-class _ReplicatedLinear(torch.nn.Module):
+class ReplicatedLinear(torch.nn.Module):
     """A linear layer without bias on this rank's part of the sequence; returns (output, None), as Megatron's do."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
@@ -130,7 +130,11 @@ class _ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return linear(x, self.weight), None
+        return self._forward_impl(input=x, weight=self.weight), None
+
+    @staticmethod
+    def _forward_impl(input: Tensor, weight: Tensor) -> Tensor:  # trainer/fp8.py replaces it, as Megatron's layers'
+        return linear(input, weight)
 
 
 class _ExpertOutput(RowParallelLinear):

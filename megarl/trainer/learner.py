@@ -15,6 +15,7 @@ from megarl.data.collate import take_rows
 from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate, Learner
 from megarl.trainer.reference import Reference
+from megarl.trainer.router_replay import BatchRoutes
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
 
@@ -31,15 +32,16 @@ class PolicyLearner:
     seed: int  # for the random choice of tokens in clip_cov
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
     frozen: Frozen = field(default_factory=dict)
+    records_routes: bool = False  # of the pass that computes old log-probs; the updates replay them
 
     @classmethod
     def of(
-        cls, trainer: Trainer, objective: Objective, *, seed: int = 0, frozen: Frozen | None = None
+        cls, trainer: Trainer, objective: Objective, *, seed: int = 0, frozen: Frozen | None = None, **options: Any
     ) -> PolicyLearner:
         """The reference policy is a copy of the trainer's current weights, unless it is one of `frozen`."""
         is_copied = objective.needs_reference and "ref_logprobs" not in (frozen or {})
         reference = Reference(trainer.parameters_by_name().values()) if is_copied else None
-        return cls(trainer, objective, reference, seed, frozen=frozen or {})
+        return cls(trainer, objective, reference, seed, frozen=frozen or {}, **options)
 
     @property
     def trainers(self) -> list[Trainer]:
@@ -54,13 +56,14 @@ class PolicyLearner:
         No forward pass is made that the update would repeat: if nothing reads the former before it, they are None. The
         latter are None right after the reference has become the policy, when they equal the former.
         """
-        needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1
+        needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1 or self.records_routes
         with self.span("logprobs"):
-            old_T, ref_T = self.trainer.logprobs(batch) if needs_old else None, None
+            (old_T, routes), ref_T = self._old_logprobs(batch) if needs_old else (None, ()), None
+            batch = replace(batch, routes=())  # those of the policy: other models have their own
             if self.reference is not None and not self.reference.is_policy:
                 with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
                     ref_T = self.trainer.logprobs(batch)
-            scores = TokenScores(old_T, ref_T)
+            scores = TokenScores(old_T, ref_T, routes=routes)
             for name, forward in self.frozen.items():
                 outputs = forward(batch)
                 scores, top_TK = replace(scores, **{name: outputs.logprobs_T}), outputs.extra_logprobs_TK
@@ -68,6 +71,12 @@ class PolicyLearner:
                     top_TK = top_TK.masked_fill(ids_TK >= self.trainer.shape.vocab, -torch.inf)  # not the policy's
                     scores = replace(scores, teacher_top_ids=ids_TK.int(), teacher_top_logprobs=top_TK)
             return scores
+
+    def _old_logprobs(self, batch: TrainBatch) -> tuple[Tensor, BatchRoutes]:
+        """Returns log-probs under the current weights, and the routes under which the updates compare with them."""
+        if self.records_routes:
+            return self.trainer.logprobs_and_routes(batch)
+        return self.trainer.logprobs(batch), batch.routes
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
@@ -78,14 +87,15 @@ class PolicyLearner:
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
-            batch = replace(batch, old_logprobs=self.trainer.logprobs(batch))
+            old_T, routes = self._old_logprobs(batch)
+            batch = replace(batch, old_logprobs=old_T, routes=routes)
         metrics: dict[str, float] = {"packing/efficiency": plans[0].efficiency}
 
         def judge(outputs: TokenOutputs) -> None:
             nonlocal batch
             batch = replace(batch, old_logprobs=outputs.logprobs_T)
-            if gate is not None:
-                metrics.update(gate(batch))
+            if gate is not None:  # the engine did not follow recorded routes
+                metrics.update(gate(replace(batch, routes=()) if self.records_routes else batch))
 
         is_scored = batch.old_logprobs is not None
         if is_scored:

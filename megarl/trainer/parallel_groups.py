@@ -16,6 +16,7 @@ class ProcessGroups:
     """The ranks that share this rank's work along one axis."""
 
     tensor: ProcessGroup
+    expert_tensor: ProcessGroup
     context: ProcessGroup
 
 
@@ -39,8 +40,10 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_group()
     assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
-    return ProcessGroups(tensor, context)
+    assert isinstance(expert_tensor, ProcessGroup)
+    return ProcessGroups(tensor, expert_tensor, context)
 
 
 def destroy_parallel() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
-from megarl.config.schema import Moe, Train
+from megarl.config.schema import Fp8, Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_rows
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
@@ -35,6 +35,7 @@ from megarl.models.shards import ShardSlice, Table, shapes_of, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
+from megarl.trainer.fp8 import MULTIPLES, emulate, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
@@ -43,6 +44,7 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
+from megarl.trainer.router_replay import BatchRoutes, RouterReplay, RowsByRank
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, StepReport, TokenBatch, TokenOutputs, UpdateReport
 from megarl.weights.placements import SlicesByRank
 
@@ -61,10 +63,12 @@ class Trainer:
     optimizer: MegatronOptimizer
     scheduler: LrSchedule
     router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
+    router_replay: RouterReplay
     memory: Memory
     table: Table | None  # of the model with its head; None: the family has none
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
+    fp8: Fp8 | None = None
 
     @classmethod
     def build(
@@ -78,7 +82,8 @@ class Trainer:
         moe: Moe | None = None,
         head: Head | None = None,  # None: log-probs over the vocabulary
         seed: int = 0,
-        megatron_options: Mapping[str, Any] | None = None,  # of TransformerConfig and DistributedDataParallelConfig
+        # of TransformerConfig and DistributedDataParallelConfig; `fp8` may be the section precision.fp8
+        megatron_options: Mapping[str, Any] | None = None,
         beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
@@ -91,7 +96,11 @@ class Trainer:
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
+        if isinstance(fp8 := options.get("fp8"), Fp8):
+            options = {**options, "fp8": None} | megatron_settings(fp8, device)
         model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
+        if isinstance(fp8, Fp8) and fp8.emulate:
+            emulate(model, fp8)
         if traced is None:
             table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
             slices = slices_of(table, shape, layout)
@@ -104,9 +113,11 @@ class Trainer:
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
+        can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion  # which replays nothing
+        router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
         return cls(
-            shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses, memory,
-            table, traced, owns_groups=beside is None,
+            shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
+            router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8 if isinstance(fp8, Fp8) else None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -144,10 +155,11 @@ class Trainer:
         trained = {part.name for slices in self.slices_by_rank() for part in slices}
         return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
-    def forward(self, batch: TokenBatch, *, top_k: int = 0) -> TokenOutputs:
+    def forward(self, batch: TokenBatch, *, top_k: int = 0, record: list[Any] | None = None) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read.
 
-        With `top_k`, `extra_labels_TK` are the likeliest tokens, instead of those of the batch.
+        With `top_k`, `extra_labels_TK` are the likeliest tokens, instead of those of the batch. `record` gets the
+        Routes of each row.
         """
         batch = replace(batch, extra_labels=None)
         outputs = self._no_outputs(batch, top_k)
@@ -157,14 +169,22 @@ class Trainer:
             return torch.zeros((), device=self.device)
 
         options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False, top_k=top_k)
-        self._run(self.microbatches(batch), write, options, train=False)
+        ranks = self._rows(batch)
+        microbatches = self._pack(batch, ranks[self.layout.dp.rank])
+        with self.router_replay.over(batch, ranks, microbatches, train=False, record=record):
+            self._run(microbatches, write, options, train=False)
         return self._gathered(outputs)
 
-    def logprobs(self, batch: TokenBatch) -> Tensor:
+    def logprobs(self, batch: TokenBatch, record: list[Any] | None = None) -> Tensor:
         """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
-        logprobs_T = self.forward(batch).logprobs_T
+        logprobs_T = self.forward(batch, record=record).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
+
+    def logprobs_and_routes(self, batch: TokenBatch) -> tuple[Tensor, BatchRoutes]:
+        """Returns `logprobs` [T] and the routes that this forward pass has taken, by row."""
+        routes: list[Any] = []
+        return self.logprobs(batch, routes), tuple(routes)
 
     def train_on(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> StepReport:
         """Makes the updates of a plan of the whole batch."""
@@ -211,7 +231,9 @@ class Trainer:
             self._write(outputs, rows, read)
             return sums(rows, read)
 
-        self._run(microbatches, on_outputs, HeadOptions(self.groups.tensor, batch.temperature, entropy), train=True)
+        options = HeadOptions(self.groups.tensor, batch.temperature, entropy)
+        with self.router_replay.over(batch, ranks, microbatches, train=True):
+            self._run(microbatches, on_outputs, options, train=True)
         if before_step is not None:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
@@ -221,6 +243,8 @@ class Trainer:
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}
         if self.router_losses is not None:
             metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
+        if batch.routes:
+            metrics |= self.router_replay.metrics()
         return UpdateReport(value, grad_norm, lr, skipped, metrics)
 
     def finish_batch(self) -> None:
@@ -230,18 +254,22 @@ class Trainer:
 
     def microbatches(self, batch: TokenBatch) -> list[Microbatch]:
         """Returns this rank's micro-batches of the whole batch, for a forward pass."""
-        lengths, dp = batch.cu_seqlens.diff().tolist(), self.layout.dp
+        return self._pack(batch, self._rows(batch)[self.layout.dp.rank])
+
+    def _rows(self, batch: TokenBatch) -> RowsByRank:
+        """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
         max_tokens, multiple = self.train.max_tokens_per_microbatch, microbatch_multiple(self.layout)
-        (ranks,) = plan_rows(lengths, dp=dp.size, updates=1, max_tokens=max_tokens, multiple=multiple)
-        return self._pack(batch, ranks[dp.rank])
+        lengths, dp = batch.cu_seqlens.diff().tolist(), self.layout.dp.size
+        return plan_rows(lengths, dp=dp, updates=1, max_tokens=max_tokens, multiple=multiple)[0]
 
     @property
     def shares_prefixes(self) -> bool:
         return shares_prefixes(self.shape, self.layout, use_te=self.device.type == "cuda")
 
-    def _pack(self, batch: TokenBatch, rows: tuple[tuple[int, ...], ...], *, share: bool = False) -> list[Microbatch]:
+    def _pack(self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
-        tensor, context, is_read_T = self.layout.tp.size, self.layout.cp, self.head.positions(batch)
+        context, is_read_T = self.layout.cp, self.head.positions(batch)
+        tensor = self.layout.tp.size * (MULTIPLES[self.fp8.recipe] if self.fp8 else 1)  # what its tokens divide by
         microbatches = [
             pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device, share=share)
             for part in rows

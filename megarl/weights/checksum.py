@@ -94,6 +94,13 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
     return total + (_dot_rows(words, columns) * rows).sum()
 
 
+def row_checksums(rows: Tensor) -> Tensor:
+    """Returns [n] int64: a checksum of each of the rows [n, ...], on the CPU, that sees one changed or moved byte."""
+    data = rows.contiguous().view(torch.uint8).flatten(1)
+    words = pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
+    return _dot_rows(words, _weights_at(0, words.shape[1], 0, words.device))
+
+
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
     """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
     if words.device.type == "cpu":  # numpy widens in vectors; its storage stays resizable by DLPack

@@ -9,6 +9,7 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +24,25 @@ CPU = torch.device("cpu")
 OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers are waiting
 
 
+class Encoder(Protocol):
+    """Converts weights to the format in which they move."""
+
+    names: frozenset[str]  # of the HF tensors that it converts
+
+    def encode(self, name: str, start: Sequence[int], values: Tensor) -> Tensor:
+        """Returns [start, start + values.shape) of HF tensor `name`, a byte an element."""
+        ...
+
+
 def strided_view(tensor: Tensor, where: View | ShardSlice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A view of part of a contiguous `tensor`, as elements of `dtype`."""
     data = tensor.detach().view(dtype)
     # as_strided takes absolute offsets, and parameters may be views of one large buffer
     return data.as_strided(shape, where.strides, data.storage_offset() + where.offset)
+
+
+def encoded_slice(tensor: Tensor, part: ShardSlice, encoder: Encoder) -> Tensor:
+    return encoder.encode(part.name, part.start, strided_view(tensor, part, part.shape, tensor.dtype))
 
 
 def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
@@ -40,12 +55,20 @@ def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Te
 class PlanExecutor:
     """Executes this rank's messages of a plan."""
 
-    def __init__(self, plan: Plan, transport: Transport, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        dtype: torch.dtype,
+        device: torch.device,
+        encoder: Encoder | None = None,  # of the weights that this rank sends
+    ) -> None:
         self.rounds = plan.lower(transport.rank)
         self.num_messages = len(plan.message_bytes)
         self._transport = transport
         self._dtype = dtype
         self._device = device
+        self._encoder = encoder
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -91,7 +114,13 @@ class PlanExecutor:
         """Returns [numel]: the message's transfers end to end, each in row-major order of its HF tensor."""
         flat = self._empty(message)
         for transfer, part in split_message(message, flat):
-            part.copy_(strided_view(memory[transfer.source.param], transfer.source, transfer.shape, self._dtype))
+            source, tensor = transfer.source, memory[transfer.source.param]
+            if self._encoder and transfer.name in self._encoder.names and not transfer.is_relay:
+                where = (source.param, source.offset, source.strides)
+                slice_ = ShardSlice(transfer.name, transfer.start, transfer.shape, *where)
+                part.copy_(encoded_slice(tensor, slice_, self._encoder))
+            else:
+                part.copy_(strided_view(tensor, source, transfer.shape, self._dtype))
         return flat
 
     def describe(self, message: Message) -> str:

@@ -16,9 +16,8 @@ from math import gcd, prod
 import numpy as np
 
 from megarl.layout import Axis, Layout, stage_layers
-from megarl.models.engine import engine_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Rule, ShardSlice, Table, of_expert, view_fp32_as_16bit
+from megarl.models.shards import ElementSizes, Rule, ShardSlice, Table, in_units, of_expert
 from megarl.weights.fleet import Fleet
 from megarl.weights.senders import Instances, Ints
 
@@ -180,14 +179,16 @@ class RecordedSlices:
 class FleetTables:
     """senders.Placement. Coordinates are ranks along the axis that splits a tensor; sections are in engine order."""
 
-    def __init__(self, shape: ModelShape, fleet: Fleet, table: Table, *, itemsize: int, max_numel: int) -> None:
+    def __init__(
+        self, shape: ModelShape, fleet: Fleet, table: Table, engine: Table, *, sizes: ElementSizes, max_numel: int
+    ) -> None:
         self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
         self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
         # several lanes if a node has more ranks than a pipeline stage; ranks that relay to each other start together
         is_one_node, stage = fleet.world <= fleet.ranks_per_node, fleet.trainers // fleet.parallel.pipeline
         self.period = min(fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica)
         self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
-        self._shape, self._fleet, self._tables, self._itemsize = shape, fleet, (table, engine_table(shape)), itemsize
+        self._shape, self._fleet, self._tables, self._element_sizes = shape, fleet, (table, engine), sizes
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
         self._engines = [fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]]
         layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
@@ -201,7 +202,7 @@ class FleetTables:
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
         self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
         for one_side, size in zip(self._tables, self._sizes[True], strict=True):
-            for part in (part for rule in one_side.expert for part in rule.slices(Axis(size))):
+            for part in (part for rank, part in self._templates(one_side.expert, size) if rank == 0):
                 self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
         leading = shape.dense_layers
         layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}
@@ -235,7 +236,7 @@ class FleetTables:
     def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
         for rank in range(size):
             slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
-            for part in view_fp32_as_16bit(slices, self._tables[0].fp32, self._itemsize):
+            for part in in_units(slices, self._element_sizes):
                 yield rank, part
 
     def _trainer_keys(self) -> dict[str, tuple[Ints, Ints]]:

@@ -18,9 +18,12 @@ from math import prod
 
 import numpy as np
 
+from megarl.models.engine import engine_table
+from megarl.models.formats import BlockFormat
+from megarl.models.fp8 import with_scales
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import LayerSpec, ShardSlice
+from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice
 from megarl.weights.fleet import Fleet
 from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
 from megarl.weights.plan_rounds import assign_rounds
@@ -103,7 +106,7 @@ class TransferRows:
 class Plan:
     """All messages of one sync, the same on every rank. Arrays are over messages, by (round, sender, receiver)."""
 
-    itemsize: int  # bytes of an element
+    itemsize: int  # bytes of a unit that is counted
     num_rounds: int
     message_round: Ints
     message_sender: Ints
@@ -178,16 +181,27 @@ def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
 
 
 def plan_transfers(
-    shape: ModelShape, fleet: Fleet, *, padded_vocab: int, itemsize: int, round_bytes: int, spec: LayerSpec = "te"
+    shape: ModelShape,
+    fleet: Fleet,
+    *,
+    padded_vocab: int,
+    itemsize: int,
+    round_bytes: int,
+    spec: LayerSpec = "te",
+    fp8: BlockFormat | None = None,
 ) -> Plan:
     """Plans from the tables of trainer and engine.
 
     `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `spec`: the layer spec of its modules.
+    `fp8`: the blocks in which the engine keeps linear layers; None: all weights move in `itemsize`.
     Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
     """
-    table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab)
-    max_numel = _max_numel(round_bytes // itemsize, fleet.ranks_per_node)
-    return _plan(FleetTables(shape, fleet, table, itemsize=itemsize, max_numel=max_numel), itemsize, round_bytes)
+    table, engine = megatron_table(shape, spec=spec, padded_vocab=padded_vocab), engine_table(shape)
+    if fp8 is not None:
+        table, engine = with_scales(table, fp8, is_whole=True), with_scales(engine, fp8)
+    sizes = ElementSizes(itemsize, table.fp32, table.fp8)
+    max_numel = _max_numel(round_bytes // sizes.unit, fleet.ranks_per_node)
+    return _plan(FleetTables(shape, fleet, table, engine, sizes=sizes, max_numel=max_numel), sizes.unit, round_bytes)
 
 
 def plan_recorded(

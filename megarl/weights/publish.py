@@ -33,11 +33,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.shards import ShardSlice, as_pairs, first_mismatch, shapes_fp32_as_16bit, view_fp32_as_16bit
+from megarl.models.fp8 import SCALE
+from megarl.models.shards import ElementSizes, ShardSlice, as_pairs, first_mismatch, in_units, shapes_in_units
 from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.checksum import positional_checksum
-from megarl.weights.execute import PlanExecutor, strided_view
+from megarl.weights.execute import Encoder, PlanExecutor, encoded_slice, strided_view
 from megarl.weights.placement_check import PlacementCheck
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport
@@ -54,17 +55,33 @@ class WeightFormat:
     shapes: Mapping[str, tuple[int, ...]]  # every HF tensor with its full shape
     dtype: torch.dtype
     fp32: frozenset[str] = frozenset()  # HF tensors that are fp32 on both sides, whatever `dtype` is
+    fp8: frozenset[str] = frozenset()  # HF tensors that are FP8 in the engine, and `dtype` in the trainer
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in the trainer."""
         return torch.float32 if name in self.fp32 else self.dtype
 
+    @property
+    def sizes(self) -> ElementSizes:
+        return ElementSizes(self.dtype.itemsize, self.fp32, self.fp8)
+
+    @property
+    def unit(self) -> torch.dtype:
+        """The dtype in which the plan counts elements, and in which messages are."""
+        return torch.uint8 if self.fp8 else self.dtype
+
+    def in_fp8(self, scales: Mapping[str, tuple[int, ...]]) -> WeightFormat:
+        """Returns the format of a model whose weights with `scales` (models.fp8.scale_shapes) are FP8 in the engine."""
+        names = frozenset(name.removesuffix(SCALE) for name in scales)
+        return WeightFormat({**self.shapes, **scales}, self.dtype, self.fp32.union(scales), names)
+
     def moved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes in elements of `dtype`, as the plan counts them."""
-        return shapes_fp32_as_16bit(self.shapes, self.fp32, self.dtype.itemsize)
+        """Shapes in elements of `unit`, as the plan counts them."""
+        return shapes_in_units(self.shapes, self.sizes)
 
     def moved_slices(self, slices: Sequence[ShardSlice]) -> list[ShardSlice]:
-        """Slices in elements of `dtype`, as the plan counts them."""
-        return view_fp32_as_16bit(slices, self.fp32, self.dtype.itemsize)
+        """Slices in elements of `unit`, as the plan counts them."""
+        return in_units(slices, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class WeightSender:
 
     slices: Sequence[ShardSlice]  # where its parameters hold HF tensors
     parameters: Callable[[], Mapping[str, Tensor]]
+    encoder: Encoder | None = None  # of what WeightFormat.fp8 names
 
 
 class WeightReceiver(Protocol):
@@ -137,7 +155,7 @@ def plan_slices(
         ranks = receivers[first : first + ranks_per_replica]
         gaps = find_gaps(shapes, [destinations[rank] for rank in ranks])
         _refuse_gaps(f"the engine on ranks {ranks[0]}..{ranks[-1]}", gaps)
-    sizes = {"itemsize": weights.dtype.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
+    sizes = {"itemsize": weights.unit.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
     try:
         return plan_recorded(sources, destinations, **sizes)
     except ValueError as error:
@@ -173,7 +191,7 @@ class Publisher:
         self._parameters = sender.parameters if sender else dict[str, Tensor]
         self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
         self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
-        self.executor = PlanExecutor(plan, transport, weights.dtype, self._device)
+        self.executor = PlanExecutor(plan, transport, weights.unit, self._device, sender.encoder if sender else None)
         self._is_proven = False
         mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
         reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
@@ -336,7 +354,8 @@ class Publisher:
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
         shapes, nothing = self.placement.shapes, torch.zeros(0, dtype=torch.int64, device=self._device)
         slices = self.weights.moved_slices(self.sender.slices) if self.sender else []
-        checksums = [slice_checksum(part, parameters, shapes[part.name], self.weights.dtype) for part in slices]
+        encoder, unit = self.sender.encoder if self.sender else None, self.weights.unit
+        checksums = [slice_checksum(part, parameters, shapes[part.name], unit, encoder) for part in slices]
         sent = sums_by_tensor(shapes, slices, torch.stack(checksums) if checksums else nothing)
         kept, checksums_kept = (), nothing
         if self.receiver:
@@ -354,10 +373,17 @@ class Publisher:
 
 
 def slice_checksum(
-    part: ShardSlice, parameters: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    part: ShardSlice,
+    parameters: Mapping[str, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    encoder: Encoder | None = None,
 ) -> Tensor:
     """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its parameter."""
-    view, start = strided_view(parameters[part.param], part, part.shape, dtype), part.start
+    tensor, start = parameters[part.param], part.start
+    if encoder and part.name in encoder.names:
+        return positional_checksum(encoded_slice(tensor, part, encoder), start)
+    view = strided_view(tensor, part, part.shape, dtype)
     if len(part.shape) > len(shape):  # its last dim viewed as pairs
         view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
     return positional_checksum(view, start)

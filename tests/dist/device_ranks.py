@@ -149,7 +149,7 @@ class Sampler:
                 tokens=torch.arange(3),
                 trainable=torch.ones(3, dtype=torch.bool),
                 rollout_logprobs=torch.full((3,), -0.1),
-                versions=(version, version),
+                versions=torch.full((3,), version, dtype=torch.int32),
                 finish="stop",
             )
             for request in requests

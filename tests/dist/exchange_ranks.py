@@ -45,7 +45,7 @@ class Sampler:
                 torch.tensor([self.drift, r.prompt.prompt_id] + [r.index] * (1 + r.prompt.prompt_id)),
                 torch.ones(3 + r.prompt.prompt_id, dtype=torch.bool),
                 torch.full((3 + r.prompt.prompt_id,), -0.1 * r.index),
-                (version, version),
+                torch.full((3 + r.prompt.prompt_id,), version, dtype=torch.int32),
                 "stop",
             )
             for r in requests

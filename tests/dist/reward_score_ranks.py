@@ -60,7 +60,7 @@ def make_samples() -> list[Sample]:
         tokens = torch.randint(2, 67, (5 + 3 * index,), generator=generator)
         trainable = torch.arange(len(tokens)) >= 3
         zeros = torch.zeros(len(tokens))
-        samples.append(Sample(0, index, tokens, trainable, zeros, (0, 0), "stop", reward=0.25, has_outcome=True))
+        samples.append(Sample(0, index, tokens, trainable, zeros, zeros.int(), "stop", reward=0.25))
     return samples
 
 

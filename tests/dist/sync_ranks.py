@@ -30,6 +30,8 @@ from megarl.config.schema import Rollout
 from megarl.launch.parity import Measured, ParityChecks
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
+from megarl.models.formats import BlockFormat
+from megarl.models.fp8 import SCALE, fp8_format, scale_shapes, with_scales
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
@@ -37,8 +39,10 @@ from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
 from megarl.weights.fleet import Fleet
+from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.plan import plan_transfers
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.quantize import dequantize, quantize
 from megarl.weights.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
@@ -114,8 +118,10 @@ def layouts(shape: ModelShape, world: int) -> list[Parallel]:
 class Reference:
     """The model's weights under HF names, and what transformers makes of a checkpoint that holds them."""
 
-    def __init__(self, home: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, home: Path, shape: ModelShape, dtype: torch.dtype, fp8: BlockFormat | None = None) -> None:
+        self.fp8 = fp8  # transformers has what remains of the weights in that format
         self.shapes, self.dtype, self.fp32 = hf_shapes(shape), dtype, fp32_tensors(shape)
+        self._shape = shape
         self.weights: dict[str, Tensor] = {}
         self._folder = home / f"reference_{dist.get_rank()}"
         self._folder.mkdir(exist_ok=True)
@@ -129,12 +135,21 @@ class Reference:
             noise = torch.randn(size, generator=generator)
             noise = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
             self.weights[name] = noise if name in self.fp32 else noise.to(self.dtype)
-        save_file(self.weights, self._folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.engine_weights(), self._folder / "model.safetensors", metadata={"format": "pt"})
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             self._folder, dtype=self.dtype, output_loading_info=True
         )
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         self.model = model.eval()
+
+    def engine_weights(self) -> dict[str, Tensor]:
+        if self.fp8 is None:
+            return self.weights
+        names = {name.removesuffix(SCALE) for name in scale_shapes(self._shape, self.fp8)}
+        return {
+            name: dequantize(quantize(w, self.fp8), self.fp8, w.shape, w.dtype) if name in names else w
+            for name, w in self.weights.items()
+        }
 
     @torch.no_grad()
     def logprobs(self, tokens_NL: Tensor, temperature: float = 1.0) -> Tensor:
@@ -197,7 +212,14 @@ class Faulty(Collective):
 
 class Launch:
     def __init__(
-        self, folder: Path, name: str, tensor: int, job: str = "sync", dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        name: str,
+        tensor: int,
+        job: str = "sync",
+        dtype: torch.dtype = torch.float32,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.rank, self.world, self.tensor = dist.get_rank(), dist.get_world_size(), tensor
         self.name = name
@@ -209,7 +231,9 @@ class Launch:
             model.config.save_pretrained(home)
         dist.barrier()
         self.shape = read_model(home)
-        self.reference, self.dtype, self.fp32 = Reference(home, self.shape, dtype), dtype, fp32_tensors(self.shape)
+        self.fp8 = fp8_format(self.shape, tensor) if fp8 else None
+        self.reference = Reference(home, self.shape, dtype, self.fp8)
+        self.dtype, self.fp32 = dtype, fp32_tensors(self.shape)
         rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(
@@ -220,6 +244,7 @@ class Launch:
             dtype=dtype,
             shapes=self.reference.shapes,
             fp32=self.fp32,
+            fp8=self.fp8,
         )
 
     def connect(
@@ -245,6 +270,10 @@ class Launch:
         self.held = holder(self.slices, self.reference.weights)
         weights = WeightFormat(self.reference.shapes, self.dtype, self.fp32)
         transport = transport or Collective()
+        sender, table, fp8 = WeightSender(self.slices, lambda: self.held), engine_table(self.shape), self.fp8
+        if fp8 is not None:
+            weights = weights.in_fp8(scale_shapes(self.shape, fp8))
+            sender, table = self.fp8_sender(padded, fleet, transport, fp8), with_scales(table, fp8)
         if drop:
             plan = plan_slices(
                 weights,
@@ -254,10 +283,9 @@ class Launch:
                 round_bytes=64 << 10,
             )
         else:
-            plan = plan_transfers(
-                self.shape, fleet, padded_vocab=padded, itemsize=self.dtype.itemsize, round_bytes=64 << 10, spec="local"
-            )
-        table = slices_of(engine_table(self.shape), self.shape, fleet.engine_layout(self.rank))
+            options = {"itemsize": self.dtype.itemsize, "round_bytes": 64 << 10, "fp8": fp8}
+            plan = plan_transfers(self.shape, fleet, padded_vocab=padded, spec="local", **options)
+        table = slices_of(table, self.shape, fleet.engine_layout(self.rank))
         probe = ParityChecks(
             transport,
             self.reference.measure,
@@ -269,7 +297,7 @@ class Launch:
         )
         return Publisher(
             plan,
-            WeightSender(self.slices, lambda: self.held),
+            sender,
             self.engine.receiver,
             transport,
             weights,
@@ -278,6 +306,22 @@ class Launch:
             table=[replace(part, offset=part.offset + (part.name == moved)) for part in table],
             is_atomic=is_atomic,
         )
+
+    def fp8_sender(self, padded: int, fleet: Fleet, transport: Collective, fp8: BlockFormat) -> WeightSender:
+        table = with_scales(megatron_table(self.shape, spec="local", padded_vocab=padded), fp8, is_whole=True)
+        layouts = [fleet.trainer_layout(rank) for rank in range(self.world)]
+
+        def reduce_max(values: Tensor, is_expert: bool) -> None:
+            axes = ("pp", "ep", "edp") if is_expert else ("pp", "dp", "cp")
+            keys = [[getattr(layout, axis).rank for axis in axes] for layout in layouts]
+            found = transport.gather(values)
+            peers = [found[rank] for rank in range(self.world) if keys[rank] == keys[self.rank]]
+            values.copy_(torch.stack(peers).amax(0) if self.reduces else values)
+
+        slices = slices_of(table, self.shape, layouts[self.rank])
+        return Fp8Quantizer(slices, fp8, reduce_max).sender(lambda: self.held)
+
+    reduces = True  # scales over ranks, as it should
 
     def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
         prompts = [Prompt(i, (5, 6, 7, i), "") for i in range(4)] + [Prompt(9, tuple(range(2, 60)) * 3, "")]

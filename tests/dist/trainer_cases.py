@@ -290,7 +290,7 @@ def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, long
         group=torch.arange(num_rows) // 2,
         prompt_id=torch.arange(num_rows) // 2,
         finish=torch.zeros(num_rows, dtype=torch.int64),
-        versions=torch.zeros(num_rows, 2, dtype=torch.int64),
+        versions=torch.zeros(tokens.numel(), dtype=torch.int32),
         temperature=temperature,
     )
 

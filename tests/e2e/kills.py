@@ -77,12 +77,23 @@ def new(metrics: Path, before: Counter[str]) -> Counter[str]:
     return steps(metrics) - before
 
 
+def balance(run: Path) -> None:
+    """Where the run samples: megarl audit must find every prompt accounted for."""
+    if not (run / "ledger.jsonl").exists():
+        return
+    done = subprocess.run([sys.executable, "-m", "megarl.cli", "audit", run], cwd=ROOT, capture_output=True, text=True)
+    print(f"  {' '.join(done.stdout.split())}", flush=True)
+    assert done.returncode == 0, done.stderr
+
+
 def main(folder: Path, seed: int, kills: int, config: str, overrides: list[str]) -> bool:
     whole = finish(folder, "whole", config, overrides)
     draw = random.Random(seed)
     for number in range(kills):
         print(f"kill {number + 1}: {kill_once(folder, 'killed', config, overrides, draw)}", flush=True)
+        balance(folder / "killed")
     killed = finish(folder, "killed", config, overrides)
+    balance(folder / "killed")
     kept = json.loads((folder / "killed" / "metrics.jsonl").read_text().splitlines()[0])["step"]
     equal = all(torch.equal(whole[name], killed[name]) for name in whole)
     print(f"bit-identical: {equal}; {len(whole)} tensors, metrics from step {kept}", flush=True)

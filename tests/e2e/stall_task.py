@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from megarl.data.tasks import random_tokens  # noqa: F401 (the task itself)
@@ -18,24 +19,26 @@ from megarl.rewards.rules import even_fraction
 
 WHERE, HOW, RANK = os.environ.get("STALL", "nowhere:never:0").split(":")
 AFTER = 3  # calls, in a rank
+SLOW = range(AFTER, AFTER + 4)  # calls of 5 s each; a call of a reward may take 10
 
 
 def stall() -> None:
     if HOW == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        time.sleep(20 if HOW == "slow" else 10_000)
+        time.sleep(20 / len(SLOW) if HOW == "slow" else 10_000)
 
 
 def planted(call: Callable[..., Any], counts: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
-    """`call`, that stalls when it is called for the AFTER-th time."""
+    """`call`, that stalls when it is called for the AFTER-th time, or is slow a few times."""
     calls = 0
 
+    @wraps(call)  # a reward gets only the arguments that it names
     def stalling(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += counts()
-        if calls == AFTER:
-            calls += 1
+        if calls == AFTER or (HOW == "slow" and calls in SLOW):
+            calls += HOW != "slow"
             stall()
         return call(*args, **options)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
+from megarl.telemetry.ledger import audit
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = "model.create.layers=2"
@@ -117,6 +118,26 @@ def kill(folder: Path, kills: int, *values: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit-identical: True" in done.stdout and done.stdout.count("kill ") == kills
     assert "too late" not in done.stdout, done.stdout
+
+
+@pytest.mark.long
+def test_every_prompt_is_accounted_for_after_kills(tmp_path: Path) -> None:
+    """Groups without spread are filtered, others carried over; the metrics are those of a run that was left alone."""
+    overrides = ["train.steps=8", "train.prompts_per_step=4", "rollout.samples_per_prompt=2", "checkpoint.every=2"]
+    overrides += ["algorithm.filter_zero_std=true"]
+    command = [sys.executable, "tests/e2e/kills.py", str(tmp_path), "7", "2", "configs/tiny_dense.yaml", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("prompts taken") == 3 and "3 starts" in done.stdout
+    whole, killed = losses(tmp_path / "whole", "rollout/digest"), losses(tmp_path / "killed", "rollout/digest")
+    assert all(whole[step] == digest for step, digest in killed.items()) and len(killed) > 2
+    old, new = (audit(tmp_path / name) for name in ("whole", "killed"))
+    assert (old.states, old.steps) == (new.states, new.steps)
+    ledger = tmp_path / "killed" / "ledger.jsonl"
+    lines = [line for line in ledger.read_text().splitlines() if '"settled", "step": 0' not in line]
+    ledger.write_text("\n".join(lines))
+    assert "were never settled" in audit(tmp_path / "killed").problems[0]
 
 
 @pytest.mark.long

@@ -3,14 +3,19 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.fp8 import FP8
 from planted.gpu import GPU
 from planted.iterative import ITERATIVE
 from planted.jail import JAIL
 from planted.judging import JUDGED
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
+from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
+from planted.routes import ROUTES
 from planted.split import SPLIT
+from planted.stages import STAGES
+from planted.staleness import STALE
 from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
@@ -22,13 +27,18 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *FP8,
     *GPU,
     *ITERATIVE,
     *JAIL,
     *JUDGED,
     *MODELS,
     *PREFERENCES,
+    *REFILLS,
     *REWARD_MODELS,
+    *ROUTES,
+    *STAGES,
+    *STALE,
     *SPLIT,
     *SYSTEM,
     *TRAINER,

@@ -89,7 +89,7 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "for source in self.sources]), self.position, None)",
+        "for source in self.sources]), self.position - 1, None)",
         "for source in self.sources]), 0, None)",
         f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
     ),
@@ -172,24 +172,6 @@ BATCHES = [
         f"{SCHEDULE}::test_digest_sees_which_sample_it_is",
     ),
     (
-        "rollout/schedule.py",
-        "max(len(kept), 1)), count)",
-        "max(len(kept), 1)), count * 9)",
-        f"{SCHEDULE}::test_refills_are_bounded",
-    ),
-    (
-        "rollout/schedule.py",
-        "(count - len(kept)) * taken / max(len(kept), 1)",
-        "count - len(kept)",
-        f"{SCHEDULE}::test_filtered_groups_are_replaced_by_fresh_prompts",
-    ),
-    (
-        "rollout/schedule.py",
-        "max(len(kept) - count, 0), kept[:count]",
-        "max(len(kept) - count, 0), kept[-count:]",
-        f"{SCHEDULE}::test_the_first_groups_that_are_kept_are_trained_on_however_refills_are_sized",
-    ),
-    (
         "rollout/exchange.py",
         "group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))",
         "[request] for group in groups for request in group",
@@ -239,7 +221,7 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        'row["versions"] = tuple(row["versions"])',
+        'row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))',
         "pass",
         f"{EXCHANGE}::test_round_trip_is_exact",
     ),

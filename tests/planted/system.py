@@ -269,6 +269,7 @@ SYSTEM = [
         f"{SPAWN}::test_sigterm_reaches_ranks_that_train",
     ),
     ("launch/worker.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
+    ("launch/worker.py", "set_env(CUDA_DEVICE_MAX_CONNECTIONS=", "dict(_=", f"{SPAWN}::test_done"),
     ("launch/worker.py", "except BaseException as", "except Exception as", f"{SPAWN}::test_first_failure_is_said_once"),
     (
         "launch/exit_codes.py",

@@ -235,13 +235,13 @@ TRAINER = [
     ),
     (
         "launch/parity.py",
-        "rounding_floor(exact_K, torch.stack(noise), error=LOG_SOFTMAX_ERROR)",
-        "rounding_floor(exact_K, torch.stack(noise))",
+        "rounding_floor(seen_K, each_DK, error=LOG_SOFTMAX_ERROR)",
+        "rounding_floor(seen_K, each_DK)",
         "unit/trainer/test_rounding.py::test_rounding_is_below_the_bound_and_faults_are_above",
     ),
     (
         "launch/parity.py",
-        "min(DRAWS, ceil(ENOUGH / max(1, len(exact_K))))",
+        "min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))",
         "DRAWS",
         "unit/trainer/test_rounding.py::test_a_large_batch_needs_fewer_draws[0.1-1]",
     ),
@@ -289,8 +289,8 @@ TRAINER = [
     ),
     (
         "launch/parity.py",
-        "self.floor, self.floor_age = self.measure(batch).floor, 0",
-        "self.floor, self.floor_age = self.floor or self.measure(batch).floor, 0",
+        "self.floor, self.floor_age = self.measure(batch).of_policy, 0",
+        "self.floor, self.floor_age = self.floor or self.measure(batch).of_policy, 0",
         "unit/launch/test_parity.py::test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own",
     ),
     (
@@ -397,8 +397,8 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "self.trainer.logprobs(batch) if needs_old else None, None",
-        "self.trainer.logprobs(batch), None",
+        "self._old_logprobs(batch) if needs_old else (None, ()), None",
+        "self._old_logprobs(batch), None",
         f"{LEARNER}::test_no_forward_pass_is_made_twice",
     ),
     (

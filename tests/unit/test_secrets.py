@@ -66,7 +66,8 @@ def test_a_users_function_that_raises_with_a_secret(
 
     torch = pytest.importorskip("torch")
     zeros = torch.zeros(2)
-    prompt, sample = Prompt(0, (0,), "p", "a"), Sample(0, 0, zeros.long(), zeros == 0, zeros, (0, 0), "stop", "r")
+    prompt = Prompt(0, (0,), "p", "a")
+    sample = Sample(0, 0, zeros.long(), zeros == 0, zeros, zeros.int(), "stop", "r")
     monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))  # libraries disable loggers that exist
     [scored] = scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).score([prompt], [sample])
     assert scored.reward is None and "$SCORER_SECRET" in caplog.text

@@ -44,7 +44,7 @@ def make_batch(*, seed: int = 0, num_prompts: int = 4, samples: int = 4) -> Trai
         trainable = torch.arange(2 + length) >= 2
         logprobs = torch.where(trainable, -torch.rand(2 + length, generator=random), 0.0)
         reward = float(torch.randint(0, 4, (), generator=random))
-        return Sample(prompt, index, tokens, trainable, logprobs, (0, 0), "stop", reward=reward)
+        return Sample(prompt, index, tokens, trainable, logprobs, trainable.int(), "stop", reward=reward)
 
     groups = [
         Group(Prompt(prompt, (), ""), tuple(sample(prompt, index) for index in range(samples)))

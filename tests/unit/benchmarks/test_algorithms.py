@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.algorithms import ALGORITHMS, compare, draw, right_so_far, summary, train
+from benchmarks.algorithms import ALGORITHMS, compare, draw, findings, right_so_far, summary, train
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,20 @@ from benchmarks.algorithms import ALGORITHMS, compare, draw, right_so_far, summa
 )
 def test_digits_are_right_while_they_begin_the_answer(steps: list[str], scores: list[float]):
     assert right_so_far("5 + 7", steps, "12") == scores
+
+
+def test_claims_are_decided_where_the_seeds_agree():
+    def run(rewards: list[float], seconds: float) -> dict:
+        return {"tokens": [1000.0 * step for step in range(1, 41)], "reward": rewards, "wall_s": seconds}
+
+    calm, wild = [0.5 + 0.01 * step for step in range(40)], [0.5 + 0.1 * (step % 2) for step in range(40)]
+    runs = {"ppo": [run(calm, 80.0), run(calm, 120.0)], "grpo": [run(wild, 8.0), run(wild, 9.0)]}
+    slow = findings(runs | {"reinforce_pp": [run(calm, 100.0), run(calm, 150.0)]}, 40000.0)
+    assert [line.split(";")[0] for line in slow] == [
+        "reinforce_pp steadier than grpo: yes", "reinforce_pp faster than ppo: undecided",
+    ]  # fmt: skip
+    (line,) = findings({"ppo": runs["ppo"], "reinforce_pp": [run(calm, 40.0)]}, 40000.0)
+    assert line == "reinforce_pp faster than ppo: yes; seconds for 1000 sampled tokens 1-1 against 2-3"
 
 
 @pytest.mark.long

@@ -163,6 +163,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_what_a_stage_has_beside_the_policy_comes_back(tmp_path: Path) -> None:
     job = Iterative(tmp_path)
+    job.step(0)  # so that the reference is not the model of the start
     job.begin(10)
     job.step(1)
     job.checkpoints.maybe_save(1, job.state)
@@ -245,8 +246,8 @@ def test_saving_and_loading_need_room_for_one_copy(tmp_path: Path) -> None:
     again = Job(tmp_path, model=wide)
     with Live() as loading:
         assert again.checkpoints.restore("auto")[0] == 1
-    assert 10 * sum(sizes) < saving.peak < 1.2 * 14 * sum(sizes) + 4 * max(sizes)
-    assert 7 * sum(sizes) < loading.peak < 1.2 * 14 * sum(sizes) + 4 * max(sizes)
+    assert 10 * sum(sizes) < saving.peak < 14.5 * sum(sizes)
+    assert 7 * sum(sizes) < loading.peak < 10 * sum(sizes)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

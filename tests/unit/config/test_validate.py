@@ -101,6 +101,35 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["name='model' scores on the trainer's ranks", "serve-reward"],
         ),
+        ({"rollout": {"router_replay": "engine"}}, {}, ["rollout.router_replay=engine", "qwen3", "no experts"]),
+        (
+            {"rollout": {"router_replay": "trainer"}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=trainer", "one update per batch", "updates_per_step", "use engine"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine"}, "stage": "best_of_n"},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "stage=best_of_n", "none"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine"}},
+            {"family": "qwen3_moe", "experts": 4, "experts_per_token": 1},
+            ["router_replay=engine", "experts_per_token=1", "2 or more"],
+        ),
+        (
+            {"rollout": {"router_replay": "engine", "enforce_eager": False}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "enforce_eager=false", "CPU"],
+        ),
+        (
+            {
+                "rollout": {"router_replay": "engine"},
+                "trainer": {"megatron_options": {"moe_router_fusion": True}},
+            },
+            {"family": "qwen3_moe", "experts": 4},
+            ["router_replay=engine", "moe_router_fusion=true"],
+        ),
         ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
         ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),
         ({"rewards": [{"name": "model"}]}, {}, ["name='model' needs options.path", "iterative_grpo"]),
@@ -112,6 +141,11 @@ def test_torchrun_sets_the_world() -> None:
         ({**ITERATIVE, "train": {"steps": 100}}, {}, ["train.steps=100", "iterative.iterations=3"]),
         ({**ITERATIVE, "rewards": [{"name": "accuracy"}]}, {}, ["reward_model.train=true", "no `model`", "false"]),
         ({**ITERATIVE, "rewards": [{"name": "model"}]}, {}, ["iterative.reward_model.labels must have a reward"]),
+        (
+            {"rewards": [{"name": "model", "options": {"path": "no/where"}}]},
+            {},
+            ["rewards: name='model': path=no/where is not a folder", "hub id"],
+        ),
         (
             {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"labels": [{"name": "model"}]}}},
             {},
@@ -138,7 +172,29 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["samples_per_prompt=1", "nothing to compare"],
         ),
-        ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["precision.fp8", "null"]),
+        (
+            {"stage": "best_of_n", "rollout": {"samples_per_prompt": 1}},
+            {},
+            ["samples_per_prompt=1", "nothing to compare; use 2"],
+        ),
+        ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["recipe=mxfp8 needs a GPU", "precision.fp8.emulate=true"]),
+        (
+            {"precision": {"fp8": {"recipe": "delayed", "emulate": True}}},
+            {},
+            ["recipe=delayed cannot be emulated", "use tensorwise"],
+        ),
+        ({"precision": {"fp8": {"params": True, "emulate": True}}}, {}, ["fp8.params=true", "leave it at false"]),
+        (
+            {"precision": {"fp8": {"first_last_bf16": 1, "emulate": True}}},
+            {},
+            ["first_last_bf16=1", "none of the 2 layers"],
+        ),
+        ({"rollout": {"quantization": "fp8"}, "train": {"dtype": "fp32"}}, {}, ["train.dtype=fp32", "=bf16"]),
+        (
+            {"rollout": {"quantization": "fp8", "tensor": 2}, "train": {"dtype": "bf16"}},
+            {},
+            ["rollout.tensor=2", "of model.layers.*.self_attn", "choose rollout.tensor from 1"],
+        ),
         ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
@@ -436,6 +492,9 @@ def test_warnings_name_the_values() -> None:
     assert any("1280 tokens" in text and "64" in text for text in warnings)
     assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
     assert check_config(made({"train": {"dtype": "fp32"}}), ALONE).warnings == ()
+    unread = check_config(made({"sft": {"patience": 2}, "dpo": {"beta": 0.5}}), ALONE).warnings
+    assert "sft.patience has no effect in stage: rl; it is for stage: sft" in unread
+    assert "dpo.beta has no effect in stage: rl; it is for stage: dpo or iterative_dpo" in unread
     large = parse_config({"model": {"path": str(LARGE / "glm_4_5")}, "parallel": {"tensor": 8}})
     assert any("num_nextn_predict_layers=1" in text for text in check_config(large, ALONE).warnings)
 

@@ -18,6 +18,7 @@ def test_shift_labels_mask_and_logprobs():
     assert batch.labels.tolist() == [11, 12, 13, 14, 0, 31, 0]
     assert batch.mask.tolist() == [False, True, True, True, False, True, False]
     assert batch.rollout_logprobs.tolist() == [0, -12, -13, -14, 0, -31, 0]
+    assert batch.versions.tolist() == [-1, 12 % 7, 13 % 7, 14 % 7, -1, 31 % 7, -1]
     assert batch.token_rewards.tolist() == [0, 0, 0, 0.5, 0, 2.0, 0]
     assert batch.cu_seqlens.tolist() == [0, 5, 7]
     assert (batch.rewards.tolist(), batch.finish.tolist(), batch.temperature) == ([0.5, 2.0], [0, 1], 0.7)
@@ -68,7 +69,7 @@ def test_what_was_cut_takes_no_part_when_masked():
     batch = collate(groups, temperature=1.0, mask_truncated=True)
     assert batch.mask.tolist() == [False, False, False, True, True, False]
     assert batch.outcome_at.tolist() == [-1, 4] and not batch.token_rewards[:3].any() and not batch.step_ends[:3].any()
-    assert not batch.rollout_logprobs[:3].any()
+    assert not batch.rollout_logprobs[:3].any() and (batch.versions[:3] == -1).all()
     assert collate(groups, temperature=1.0).mask.sum() == 4
 
 
@@ -91,7 +92,7 @@ def test_collate_leaves_the_samples_as_they_were():
 
 def test_no_samples_at_all():
     batch = collate([], temperature=1.0)
-    assert (batch.num_rows, batch.num_tokens, batch.versions.shape) == (0, 0, (0, 2))
+    assert (batch.num_rows, batch.num_tokens, batch.versions.shape) == (0, 0, (0,))
 
 
 def test_an_unscored_sample_is_our_own_mistake():

@@ -59,7 +59,7 @@ def test_the_history_begins_empty_and_keeps_the_newest() -> None:
 def group(*rewards: float | None) -> Group:
     trainable = torch.tensor([False, True, True])
     samples = tuple(
-        Sample(0, n, torch.tensor([50, n, n]), trainable, torch.zeros(3), (0, 0), "stop", reward=reward)
+        Sample(0, n, torch.tensor([50, n, n]), trainable, torch.zeros(3), trainable.int(), "stop", reward=reward)
         for n, reward in enumerate(rewards)
     )
     return Group(Prompt(0, (50,), ""), samples)

@@ -257,6 +257,31 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     assert [prompt.tokens for prompt in stream(task, seed=seed).take(len(taken))] == [p.tokens for p in taken]
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    steps=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=6),
+    stop=st.integers(0, 5),
+)
+def test_prompts_that_are_put_back_come_again(sizes: list[int], steps: list[tuple[int, int]], stop: int) -> None:
+    """As if they had not been taken, those that are too long among them, and after a resume."""
+    parts = ({"vocab": 67, "size": size + 5, "seed": index} for index, size in enumerate(sizes))
+    task = Task(mixture=[{"name": LISTED.name, "options": options, "weight": 1.0} for options in parts])
+    trained, now = [], stream(task, max_tokens=6)
+    for number, (count, back) in enumerate(steps):
+        if number == stop:
+            state = json.loads(json.dumps(now.state()))
+            now.restore(state | {"position": now.position + 3})  # elsewhere, and back
+            now.take(2)
+            now.restore(state)
+        taken = now.take(count)
+        used = max(count - back, 0)
+        now.put_back(taken[used:])
+        trained += taken[:used]
+    alone = stream(task, max_tokens=6)
+    assert trained == alone.take(len(trained))
+    assert (now.take(3), now.position, now.skipped) == (alone.take(3), alone.position, alone.skipped)
+
+
 def test_every_part_of_a_mixture_has_its_own_epochs() -> None:
     """A part of 3 problems and one of 10, three to one."""
     small, large = (LISTED.options | {"size": size, "seed": size} for size in (3, 10))
@@ -284,6 +309,9 @@ def test_a_resume_far_into_a_mixture_takes_seconds() -> None:
     start = time.process_time()
     assert late.take(1)[0].prompt_id == 1_000_000
     assert time.process_time() - start < 5
+    for _ in range(30):  # without counting from the start each time
+        late.put_back(late.take(9)[1:])
+    assert late.take(1)[0].prompt_id == 1_000_031 and time.process_time() - start < 6
 
 
 def test_without_repeats_a_stream_ends_when_every_problem_was_seen() -> None:

@@ -190,3 +190,37 @@ def test_a_refusal_names_the_cause_where_the_engine_can_compute() -> None:
     parity.engine.is_asleep = True
     with pytest.raises(CheckFailed, match=r"less probability.*`megarl check --parity` looks for the cause"):
         parity.parity(batch)
+
+
+def stale_batch(versions: list[int], *, diff: float = 0.01) -> ScoredBatch:
+    """A row for each version, whose last token is of the newest; older ones differ by 5 nats."""
+    count, newest = 40, max(versions)
+    versions_T = torch.tensor(versions, dtype=torch.int32).repeat_interleave(count)
+    versions_T[count - 2] = newest
+    mask_T = torch.arange(count * len(versions)) % count < count - 1
+    old_T = torch.where(mask_T, -2.0, 0.0)
+    zeros_T = torch.zeros(count * len(versions))
+    return ScoredBatch(
+        tokens=zeros_T.long(), labels=zeros_T.long(), mask=mask_T, cu_seqlens=torch.arange(len(versions) + 1) * count,
+        temperature=1.0, old_logprobs=old_T, rollout_logprobs=old_T - torch.where(versions_T == newest, diff, 5.0),
+        versions=torch.where(mask_T, versions_T, -1), token_rewards=zeros_T, step_ends=zeros_T.bool(),
+        outcome_at=torch.arange(len(versions)) * count, rewards=torch.zeros(len(versions)),
+        baseline=torch.zeros(len(versions)), group=torch.arange(len(versions)), prompt_id=torch.arange(len(versions)),
+        finish=torch.zeros(len(versions)).long(), advantages=zeros_T, ref_logprobs=None, kl_coef=0.0,
+    )  # fmt: skip
+
+
+def test_tokens_of_older_weights_are_not_judged() -> None:
+    """They differ because the trainer has moved on; those of the weights that were just synced must not."""
+    version = [3]
+    parity, trainer = checks(version=lambda: version[0])
+    parity.probe()
+    metrics = parity.parity(stale_batch([2, 3, 1]))
+    assert metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-3) and len(trainer.batches) == 1
+    with pytest.raises(CheckFailed, match=r"differ by 0\.5 at most and 0\.5"):
+        parity.parity(stale_batch([2, 3, 1], diff=0.5))
+    assert trainer.batches[-1].num_rows == 2 and trainer.batches[-1].mask.sum() == 40, "the floor is of these tokens"
+    with pytest.raises(CheckFailed, match="differ by 5 at most"):
+        checks()[0].parity(stale_batch([2, 3, 1]))
+    version[0] = 4
+    assert parity.parity(stale_batch([2, 3, 1])) == {}, "the probe has judged the sync"

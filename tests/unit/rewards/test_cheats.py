@@ -59,7 +59,7 @@ def worth(table: dict[str, list[str]]) -> dict[tuple[str, str], float | None]:
     prompts = [Prompt(number, (4,), "?", answer) for number, (answer, _) in enumerate(cases)]
     tokens, logprobs, trainable = torch.tensor([4, 5]), torch.zeros(2), torch.tensor([False, True])
     samples = [
-        Sample(number, 0, tokens, trainable, logprobs, (0, 0), "stop", response)
+        Sample(number, 0, tokens, trainable, logprobs, tokens.int(), "stop", response)
         for number, (_, response) in enumerate(cases)
     ]
     scored = make_scorer([Reward(name="accuracy")]).score(prompts, samples)

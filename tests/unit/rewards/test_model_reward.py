@@ -12,7 +12,8 @@ from megarl.rewards.model import ModelReward
 from megarl.types import Sample, TokenBatch
 
 TRAINABLE = torch.tensor([False, True, True, True, True])
-SAMPLE = Sample(0, 0, torch.tensor([9, 5, 6, 7, 8]), TRAINABLE, torch.zeros(5), (0, 0), "stop", "ab\n\ncd", reward=0.5)
+TOKENS = torch.tensor([9, 5, 6, 7, 8])
+SAMPLE = Sample(0, 0, TOKENS, TRAINABLE, torch.zeros(5), TRAINABLE.int(), "stop", "ab\n\ncd", reward=0.5)
 DECODE = {5: "a", 6: "b\n", 7: "\nc", 8: "d"}
 
 

@@ -182,7 +182,7 @@ def test_steps_reach_the_batch_beside_the_outcome():
     response = [*BPE.encode("ab\nb").ids, EOS]
     tokens = torch.tensor([7, 7, *response])
     trainable = torch.tensor([False, False] + [True] * len(response))
-    sample = Sample(0, 0, tokens, trainable, torch.zeros(len(tokens)), (0, 0), "stop", "ab\nb")
+    sample = Sample(0, 0, tokens, trainable, torch.zeros(len(tokens)), tokens.int(), "stop", "ab\nb")
     rewards = [
         Reward(name="process", weight=0.5, options={"scorer": f"{HERE}:step_lengths", "splitter": "newline"}),
         Reward(name="format", weight=10.0),

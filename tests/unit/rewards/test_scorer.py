@@ -27,7 +27,7 @@ HERE = __name__
 def sample(prompt_id: int = 0, index: int = 0, text: str = "17") -> Sample:
     tokens = torch.tensor([4, 5, 6, 8])
     trainable = torch.tensor([False, True, True, True])
-    return Sample(prompt_id, index, tokens, trainable, torch.zeros(4), (0, 0), "stop", text, extra={"kept": 1})
+    return Sample(prompt_id, index, tokens, trainable, torch.zeros(4), tokens.int(), "stop", text, extra={"kept": 1})
 
 
 PROMPT = Prompt(0, (4,), "what is 8 + 9?", "17", {"level": 3})

@@ -10,7 +10,7 @@ import torch
 
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange, deal, pack, pack_batch, unpack, unpack_batch
-from megarl.types import CheckFailed, Prompt, Sample, Terminated, TokenBatch, TokenScores
+from megarl.types import CheckFailed, Prompt, Routes, Sample, Terminated, TokenBatch, TokenScores
 
 
 def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
@@ -20,7 +20,7 @@ def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
         "tokens": torch.arange(length) + 2**40,
         "trainable": torch.arange(length) % 2 == 0,
         "rollout_logprobs": torch.randn(length) * 1e-7,
-        "versions": (3, 2**35),
+        "versions": torch.arange(length, dtype=torch.int32) + 2**30,
         "finish": "length",
     }
     return Sample(**values | changes)
@@ -54,7 +54,8 @@ def test_reward_that_is_not_a_number_survives():
 class Sampler:
     def sample(self, requests, *, version, finished):
         samples = [
-            sample(request.prompt.prompt_id, request.index, 3, versions=(version, version)) for request in requests
+            sample(request.prompt.prompt_id, request.index, 3, versions=torch.full((3,), version).int())
+            for request in requests
         ]
         finished(samples)
         return samples
@@ -85,6 +86,23 @@ def test_one_process_sorts_and_scores():
     requests = [Request(p, i) for p in (7, 3) for i in (1, 0)]
     got = alone(Sampler(), Doubles())(requests, 4)
     assert [(s.prompt_id, s.index, s.reward) for s in got] == [(3, 0, 0.0), (3, 1, 2.0), (7, 0, 0.0), (7, 1, 2.0)]
+
+
+def test_routes_stay_where_they_were_sampled():
+    """The rank that sampled keeps the experts; what goes round names it, and has their checksums."""
+    routes = Routes((3, 3), (5, -(2**60)), torch.ones(2, 3, 8, dtype=torch.uint8))
+    (back,) = unpack(pack([sample(1, 0, 3, routes=routes)]))
+    assert back.routes == Routes((3, 3), (5, -(2**60)))
+    assert pack([sample(1, 0, 3, routes=routes)]).numel() < pack([sample(1, 0, 3)]).numel() + 40
+
+    class Captures(Sampler):
+        def sample(self, requests, *, version, finished):
+            samples = [sample(request.prompt.prompt_id, request.index, 3, routes=routes) for request in requests]
+            finished(samples)
+            return samples
+
+    got = alone(Captures(), Doubles())([Request(3, 0), Request(3, 1)], 0)
+    assert all(each.routes is routes for each in got)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.schedule import Rollouts, digest_samples, has_spread, request_seed
+from megarl.rollout.schedule import ASKED, KEPT, Rollouts, digest_samples, has_spread, request_seed
 from megarl.types import CheckFailed, Group, Prompt, Request, Sample
 
 
@@ -19,17 +20,22 @@ class Counting:
 
     def __init__(self) -> None:
         self.position = 0
+        self.kept: dict[str, float] = {}
 
     def take(self, count: int) -> list[Prompt]:
         taken = [Prompt(i, (i,), str(i)) for i in range(self.position, self.position + count)]
         self.position += count
         return taken
 
+    def put_back(self, prompts):
+        assert [prompt.prompt_id for prompt in prompts] == list(range(self.position - len(prompts), self.position))
+        self.position -= len(prompts)
+
     def state(self):
-        return {"position": self.position}
+        return {"position": self.position, "kept": dict(self.kept)}
 
     def restore(self, state):
-        self.position = state["position"]
+        self.position, self.kept = state["position"], dict(state["kept"])
 
 
 def generator(reward):
@@ -47,7 +53,7 @@ def generator(reward):
                     tokens,
                     torch.tensor([False, True]),
                     torch.zeros(2),
-                    (version, version),
+                    torch.tensor([-1, version], dtype=torch.int32),
                     "stop",
                     reward=value,
                     extra={} if value is not None else {"dropped": "reward/f/error"},
@@ -112,18 +118,67 @@ def test_filtered_groups_are_replaced_by_fresh_prompts():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_first_groups_that_are_kept_are_trained_on_however_refills_are_sized(seed):
-    """The same groups as if each missing one were asked for alone."""
+def test_what_is_trained_on_does_not_depend_on_how_many_are_asked_for(seed):
+    """The same groups in every step as if each missing one were asked for alone, whatever earlier steps kept."""
     draw = random.Random(seed)
-    rate = draw.uniform(0.2, 0.9)
-    has_spread_of = [draw.random() < rate for _ in range(400)]
-    roll = rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread, max_refills=30)
-    prompts = Counting()
-    rollout = roll.collect(prompts, 12, version=0)
-    wanted = [prompt for prompt, has in enumerate(has_spread_of) if has]
-    assert [group.prompt.prompt_id for group in rollout.groups] == wanted[:12]
-    assert rollout.counts["rollout/refills"] <= 5
-    assert rollout.counts["groups/surplus"] == sum(has_spread_of[: prompts.position]) - 12
+    has_spread_of: dict[int, bool] = {}
+
+    def reward(prompt, index):
+        rate = 0.9 - 0.7 * prompt / 500  # falls, so that the last steps do not foretell this one
+        return float(has_spread_of.setdefault(prompt, draw.random() < rate) and index)
+
+    roll, prompts, position = rollouts(reward, keep=has_spread, max_refills=30), Counting(), 0
+    for step in range(20):
+        if step % 5 == 4:
+            prompts.kept.update({KEPT: draw.uniform(0, 50), ASKED: draw.uniform(50, 100)})
+        rollout = roll.collect(prompts, 12, version=step)
+        wanted = [prompt for prompt in range(position, max(has_spread_of) + 1) if has_spread_of[prompt]]
+        assert [group.prompt.prompt_id for group in rollout.groups] == wanted[:12]
+        assert prompts.position == wanted[11] + 1, "the stream goes on after the last group that is trained on"
+        assert rollout.counts["groups/surplus"] == sum(has_spread(group) for group in rollout.generated) - 12
+        position = prompts.position
+
+
+def test_a_few_prompts_are_enough_at_the_end_of_the_budget():
+    """The 4th of 4 kept groups is the last of 12 prompts, however many were asked for before."""
+    for history in ({}, {KEPT: 12.0, ASKED: 12.0}, {KEPT: 0.0, ASKED: 400.0}):
+        prompts = Counting()
+        prompts.kept.update(history)
+        roll = rollouts(lambda prompt, index: float(prompt in (0, 1, 2, 11) and index), keep=has_spread, max_refills=2)
+        rollout = roll.collect(prompts, 4, version=0)
+        assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1, 2, 11] and prompts.position == 12
+
+
+def test_after_the_first_step_most_steps_need_no_refill():
+    """Asking only for what is missing would take 2.9 rounds on average."""
+    draw = random.Random(0)
+    has_spread_of = [draw.random() < 0.5 for _ in range(10_000)]
+    roll, prompts = rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread), Counting()
+    counts = [roll.collect(prompts, 32, version=step).counts for step in range(60)]
+    refills = [count["rollout/refills"] for count in counts]
+    assert refills[0] >= 1 and sum(refills[1:]) < 18 and max(refills[1:]) <= 2
+    assert sum(count["groups/surplus"] for count in counts[1:]) < 59 * 32 * 0.2
+
+
+def test_where_every_group_is_kept_no_more_than_the_batch_is_asked_for():
+    roll, prompts = rollouts(lambda prompt, index: float(index), keep=has_spread), Counting()
+    for step in range(3):
+        assert len(roll.collect(prompts, 8, version=step).generated) == 8
+        assert prompts.position == 8 * (step + 1)
+
+
+def test_a_resumed_run_asks_for_as_many():
+    def steps(roll, prompts, first):
+        return [(r.digest, dict(r.counts)) for r in (roll.collect(prompts, 8, version=v) for v in range(first, 6))]
+
+    draw = random.Random(3)
+    has_spread_of = [draw.random() < 0.6 for _ in range(10_000)]
+    prompts, again = Counting(), Counting()
+    reward = lambda prompt, index: float(has_spread_of[prompt] and index)  # noqa: E731
+    for step in range(3):
+        rollouts(reward, keep=has_spread).collect(prompts, 8, version=step)
+    again.restore(json.loads(json.dumps(prompts.state())))
+    assert steps(rollouts(reward, keep=has_spread), again, 3) == steps(rollouts(reward, keep=has_spread), prompts, 3)
 
 
 def test_refills_are_bounded():
@@ -165,9 +220,9 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
 
 def test_spread_is_of_what_is_trained():
     def group(*rewards, finish="stop", steps=()):
-        tokens = torch.tensor([1, 2])
+        tokens, zeros = torch.tensor([1, 2]), torch.zeros(2)
         samples = tuple(
-            Sample(0, i, tokens, tokens > 1, torch.zeros(2), (0, 0), finish, reward=r, step_rewards=steps)
+            Sample(0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps)
             for i, r in enumerate(rewards)
         )
         return Group(Prompt(0, (1,), ""), samples)
@@ -229,6 +284,6 @@ def test_digest_sees_every_token_and_its_place():
 def test_digest_sees_which_sample_it_is():
     def digest_of(prompt_id: int, index: int) -> str:
         tokens = torch.tensor([1, 2])
-        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), (0, 0), "stop")])
+        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), tokens.int(), "stop")])
 
     assert len({digest_of(0, 0), digest_of(0, 1), digest_of(1, 0)}) == 3

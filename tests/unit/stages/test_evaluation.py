@@ -16,9 +16,8 @@ from megarl.types import Prompt, Request, Sample
 
 
 def sample(prompt_id: int = 0, **fields: Any) -> Sample:
-    return Sample(
-        prompt_id, 0, torch.tensor([1, 2]), torch.tensor([False, True]), torch.zeros(2), (0, 0), "stop", **fields
-    )
+    zeros = torch.zeros(2)
+    return Sample(prompt_id, 0, torch.tensor([1, 2]), torch.tensor([False, True]), zeros, zeros.int(), "stop", **fields)
 
 
 def test_partial_credit_is_not_right() -> None:

@@ -18,7 +18,8 @@ def sample(prompt_id: int, index: int, reward: float, length: int = 3, text: str
     tokens = torch.arange(2 + length)
     finish = "length" if length > 3 else "stop"
     parts = {"accuracy": reward, "format": 1.0}
-    return Sample(prompt_id, index, tokens, tokens >= 2, torch.zeros(2 + length), (0, 0), finish, text, reward, parts)
+    zeros = torch.zeros(2 + length)
+    return Sample(prompt_id, index, tokens, tokens >= 2, zeros, zeros.int(), finish, text, reward, parts)
 
 
 def group(prompt_id: int, *rewards: float, text: str = "ok") -> Group:
@@ -70,6 +71,7 @@ def test_a_line(tmp_path: Path) -> None:
         "length": 3,
         "truncated": False,
         "finish": "stop",
+        "versions": [[0, 3]],
         "advantage": 0.0,
     }
     assert (second["length"], second["truncated"], second["advantage"]) == (4, True, None), "masked: not trained on"

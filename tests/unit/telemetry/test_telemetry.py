@@ -14,7 +14,7 @@ import torch
 from megarl.config.load import parse_config
 from megarl.data.collate import collate
 from megarl.telemetry.log import Silent, Telemetry, Timeline, brief
-from megarl.telemetry.metrics import read_metrics, rollout_metrics, update_metrics
+from megarl.telemetry.metrics import read_metrics, rollout_metrics, staleness_metrics, update_metrics
 from megarl.telemetry.report import write_report
 from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, ScoredBatch, StepReport, UpdateReport
 
@@ -31,7 +31,7 @@ def sample(prompt_id: int, index: int, reward: float, length: int = 3, finish: F
     trainable = tokens >= 2
     zeros = torch.zeros(2 + length)
     return Sample(
-        prompt_id, index, tokens, trainable, zeros, (0, 0), finish, f"said {index}", reward, {"accuracy": reward}
+        prompt_id, index, tokens, trainable, zeros, zeros.int(), finish, f"said {index}", reward, {"accuracy": reward}
     )
 
 
@@ -77,6 +77,9 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["length/mean"] == 3.5
     assert metrics["length/truncated_frac"] == 0.25
+    assert staleness_metrics([], 3) == {}
+    late = replace(sample(0, 0, 1.0, 2), versions=torch.tensor([-1, -1, 1, 3]).int())
+    assert staleness_metrics([Group(Prompt(0, (0, 1), ""), (late,))], 3) == {"staleness/mean": 1.0, "staleness/max": 2}
     assert metrics["samples/dropped"] == 1
     assert metrics["rollout/digest"] == "ab"
 

@@ -239,7 +239,7 @@ def batch_of(ids_NL: Tensor, length: int = LENGTH) -> TrainBatch:
         step_ends=torch.zeros(total, dtype=torch.bool), outcome_at=torch.full((count,), -1),
         rewards=torch.zeros(count), baseline=torch.zeros(count), group=torch.zeros(count, dtype=torch.int64),
         prompt_id=torch.zeros(count, dtype=torch.int64), finish=torch.zeros(count, dtype=torch.int64),
-        versions=torch.zeros(count, 2, dtype=torch.int64), temperature=1.0,
+        versions=torch.zeros(total, dtype=torch.int32), temperature=1.0,
     )  # fmt: skip
 
 

@@ -15,8 +15,7 @@ from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
 from megarl.models.shape import LatentSizes, ModelShape, Router
-from megarl.models.shards import ShardDim0, ShardSlice, shapes_fp32_as_16bit, slices_of, view_fp32_as_16bit
-from megarl.weights import placements
+from megarl.models.shards import ElementSizes, ShardDim0, ShardSlice, Table, in_units, shapes_in_units, slices_of
 from megarl.weights.fleet import Fleet
 from megarl.weights.plan import Message, Plan, find_gaps, plan_recorded, plan_transfers, relay_buffer
 
@@ -86,7 +85,7 @@ def slices_of_fleet(shape: ModelShape, fleet: Fleet) -> tuple[list[list[ShardSli
         held[rank] = slices_of(megatron_table(shape, spec="te", padded_vocab=16), shape, fleet.trainer_layout(rank))
     for rank in range(fleet.first_receiver, fleet.first_receiver + fleet.receivers):
         kept[rank] = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
-    return [[view_fp32_as_16bit(slices, fp32_tensors(shape), ITEMSIZE) for slices in side] for side in (held, kept)]  # type: ignore[return-value]
+    return [[in_units(slices, ElementSizes(ITEMSIZE, fp32_tensors(shape))) for slices in side] for side in (held, kept)]  # type: ignore[return-value]
 
 
 def indices(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> np.ndarray:
@@ -159,7 +158,7 @@ def unpack(message: Message, flat: np.ndarray, memory: Memory) -> None:
 
 
 def check_execution(plan: Plan, shape: ModelShape, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]) -> None:
-    numbers = number_elements(shapes_fp32_as_16bit(hf_shapes(shape), fp32_tensors(shape), ITEMSIZE))
+    numbers = number_elements(shapes_in_units(hf_shapes(shape), ElementSizes(ITEMSIZE, fp32_tensors(shape))))
     landed = execute(plan, [fill(numbers, slices) for slices in held])
     for rank, expected in enumerate(fill(numbers, slices) for slices in kept):
         assert landed[rank].keys() == expected.keys()
@@ -336,10 +335,12 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_recorded([[half], [whole("w")]], [[whole("w")], []], itemsize=4, round_bytes=64)
     assert find_gaps({"w": (4, 4), "v": (2,)}, [[half]]) == ["w (8 of 16 elements)", "v (absent)"]
     assert find_gaps({}, [[half]]) == ["w (not a tensor of this model)"]
-    extra, table = ShardDim0("model.more.weight", "more", (4, 4)), placements.engine_table
-    monkeypatch.setattr(
-        placements, "engine_table", lambda shape: replace(table(shape), head=(*table(shape).head, extra))
-    )
+    extra = ShardDim0("model.more.weight", "more", (4, 4))
+
+    def table(shape: ModelShape) -> Table:
+        return replace(engine_table(shape), head=(*engine_table(shape).head, extra))
+
+    monkeypatch.setattr("megarl.weights.plan.engine_table", table)
     with pytest.raises(ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"):
         plan_of(*FLEETS["colocated"])
 

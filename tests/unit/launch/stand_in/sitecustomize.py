@@ -53,8 +53,8 @@ def run(config, env, phase) -> None:
     print(f"hello from rank {rank} of {env.world_size}")
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
-    threads, interface = os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
-    (folder / f"up_{rank}").write_text(f"{os.getpid()} {env.job_id} {env.launcher_pid} {threads} {interface}")
+    seen = [os.environ[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS")]
+    (folder / f"up_{rank}").write_text(" ".join(map(str, (os.getpid(), env.job_id, env.launcher_pid, *seen))))
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:

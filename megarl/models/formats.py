@@ -1,0 +1,158 @@
+"""The block formats of quantised weights as data: how each element and each block's scale is stored. No torch.
+
+    value = element x scale of its block (/ the tensor's global scale)
+
+A tensor [..., out, in] named `name` is stored as several, named `name` + suffix. `weights/quantize.py` has the maths;
+loading, sync and export use both. `read_quantization` reads a config.json's `quantization_config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Element = Literal["e4m3", "e2m1", "int4"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Blocks are counted from the tensor's first element; the last one of a dim may be partial."""
+
+    name: str
+    element: Element
+    block: tuple[int, int]  # rows and columns that share a scale; 0: all
+    values: str  # suffixes of the stored tensors' names
+    scale: str
+    scale_dtype: str  # safetensors' name; U8: the exponent of a power of two, plus 127
+    item: str = "F8_E4M3"  # safetensors' dtype of the stored values
+    per_item: int = 1  # elements in an item, the first in its lowest bits
+    global_scale: str = ""  # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
+    full_shape: str = ""  # int64 [dims], the tensor's shape
+    power_of_2: bool = False  # e4m3: scales are
+    is_transposed: bool = False  # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
+
+    @property
+    def column_step(self) -> int:
+        """Columns can be read from a multiple of this: whole items, and whole blocks."""
+        return self.block[1] or self.per_item
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Returns the shape of a matrix's scales."""
+        high, wide = self.block
+        return -(-rows // (high or rows)), -(-columns // (wide or columns))
+
+    def parts(self, shape: Shape) -> dict[str, tuple[str, Shape]]:
+        """Returns the dtype and shape of each stored tensor, by suffix, of a tensor of `shape`."""
+        *lead, rows, columns = shape
+        if self.is_transposed:
+            rows, columns = columns, rows
+        grid = self.grid(rows, columns)
+        scales = (1,) if self.block == (0, 0) else (*lead, *grid)
+        items: Shape = (*lead, rows, -(-columns // self.per_item))
+        if self.is_transposed:
+            items = (*lead, rows, grid[1], self.block[1] // self.per_item)
+        parts = {self.values: (self.item, items), self.scale: (self.scale_dtype, scales)}
+        if self.global_scale:
+            parts[self.global_scale] = ("F32", (1,))
+        if self.full_shape:
+            parts[self.full_shape] = ("I64", (len(shape),))
+        return parts
+
+    def refusal(self, shape: Shape) -> str:
+        """Returns why a tensor of `shape` cannot be stored in this format, or ""."""
+        columns = shape[-2] if self.is_transposed else shape[-1]
+        if self.element != "e4m3" and columns % self.column_step:
+            return f"shape {shape} has {columns} inputs, not a multiple of {self.column_step}"
+        return ""
+
+
+_FP8 = BlockFormat("fp8_tensor", "e4m3", (0, 0), values="", scale="_scale", scale_dtype="F32")
+_FP4 = BlockFormat("mxfp4_pack", "e2m1", (1, 32), values="_packed", scale="_scale", scale_dtype="U8", item="U8",
+                   per_item=2)  # fmt: skip
+_INT4 = BlockFormat("int4_group", "int4", (1, 32), values="_packed", scale="_scale", scale_dtype="BF16", item="I32",
+                    per_item=8, full_shape="_shape")  # fmt: skip
+FORMATS: dict[str, BlockFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        replace(_FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"),  # DeepSeek-V3, Kimi-K2, Qwen3
+        replace(_FP8, name="fp8_channel", block=(1, 0)),  # this and the next four are compressed-tensors': GLM-4.5-FP8
+        _FP8,
+        _FP4,
+        replace(_FP4, name="nvfp4", block=(1, 16), scale_dtype="F8_E4M3", global_scale="_global_scale"),
+        _INT4,  # Kimi-K2-Thinking
+        replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),  # gpt-oss
+    )
+}
+
+
+def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
+    """Returns the format that a `quantization_config` describes. Which tensors are in it, their names tell.
+
+    Activation schemes and key-value caches are the engine's; training uses the weights alone. Raises ValueError, with
+    the value that is not supported and what is.
+    """
+    method = raw.get("quant_method")
+    if method == "fp8":
+        _only(raw, "fmt", None, "e4m3")
+        _only(raw, "scale_fmt", None, "float", "ue8m0")
+        fmt = replace(FORMATS["fp8_block"], power_of_2=raw.get("scale_fmt") == "ue8m0")
+        return _in_blocks(fmt, raw, "weight_block_size")
+    if method == "mxfp4":
+        return FORMATS["mxfp4"]
+    _only(raw, "quant_method", "compressed-tensors", also=("fp8", "mxfp4"))
+    _only(raw, "transform_config", None, {})
+    if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise ValueError(f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'")
+    groups = {
+        json.dumps(group["weights"], sort_keys=True): group for group in (raw.get("config_groups") or {}).values()
+    }
+    if len(groups) != 1:
+        raise ValueError(f"config_groups has {len(groups)} ways to store weights; supported: one")
+    (group,) = groups.values()
+    return _compressed(group["weights"], group.get("format") or raw.get("format"))
+
+
+def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:
+    """Of a group of compressed-tensors: `weights` are its QuantizationArgs, `stored_as` its compression format."""
+    _only(weights, "symmetric", True)
+    _only(weights, "actorder", None, "weight", "static")  # others permute a row's inputs
+    _only(weights, "dynamic", False, None)
+    kind = f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')} {stored_as}"
+    size = weights.get("group_size")
+    match kind.split():
+        case ["float8", "block", "float-quantized" | "naive-quantized"]:
+            return _in_blocks(replace(FORMATS["fp8_block"], scale="_scale"), weights, "block_structure")
+        case ["float8", "channel" | "tensor" as strategy, "float-quantized" | "naive-quantized"]:
+            return FORMATS[f"fp8_{strategy}"]
+        case ["float4", "tensor_group", "nvfp4-pack-quantized"] if size == 16:
+            return FORMATS["nvfp4"]
+        case ["float4", "group", "mxfp4-pack-quantized"] if size == 32:
+            return FORMATS["mxfp4_pack"]
+        case ["int4", "group", "pack-quantized"] if type(size) is int and size > 0 and size % 8 == 0:
+            return replace(FORMATS["int4_group"], block=(1, size))
+        case ["int4", "channel", "pack-quantized"]:
+            return replace(FORMATS["int4_group"], block=(1, 0))
+    raise ValueError(
+        f"weights of type and bits, strategy, format = {kind}, group_size={size} are not supported; supported: "
+        "float8 block, channel or tensor float-quantized, float4 tensor_group 16 nvfp4-pack-quantized, float4 group 32 "
+        "mxfp4-pack-quantized, int4 group or channel pack-quantized"
+    )
+
+
+def _in_blocks(fmt: BlockFormat, raw: Mapping[str, Any], key: str) -> BlockFormat:
+    """`fmt` with blocks of this size; null: one scale for a tensor."""
+    size = raw.get(key)
+    if size is None:
+        return replace(fmt, name="fp8_tensor", block=(0, 0))
+    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**31 for n in size)):
+        raise ValueError(f"{key}={json.dumps(size)[:80]} is invalid; it must be two positive integers, or null")
+    return replace(fmt, block=(size[0], size[1]))
+
+
+def _only(raw: Mapping[str, Any], key: str, *supported: Any, also: tuple[Any, ...] = ()) -> None:
+    if (value := raw.get(key)) not in supported:
+        listed = " or ".join(json.dumps(choice) for choice in (*also, *supported))
+        raise ValueError(f"{key}={json.dumps(value)[:80]} is not supported; supported: {listed}")

@@ -1,0 +1,103 @@
+"""The experts that vLLM chooses for each token.
+
+    CPU  routers --ids--> [slots of the KV cache, layers, K] --slots of a finished request--> routed_experts
+    GPU  vLLM returns routed_experts itself (enable_return_routed_experts)
+
+A request's blocks name the slots of all its tokens, also of those that it found in the prefix cache: their routes lie
+where their keys and values do, until another token is computed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.types import Routes, route_dtype
+from megarl.weights.checksum import row_checksums
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+
+class RouteCapture:
+    """`of` returns the routes of a finished request, within `capturing` or after `start`."""
+
+    def __init__(self, llm: LLM, routers: list[Any], *, is_returned: bool) -> None:
+        """`routers`: vLLM's, in the order of their layers; `is_returned`: vLLM shows routes itself."""
+        self._llm, self._routers = llm, routers
+        self._table: Tensor | None = None  # [slots, layers, K]; None: vLLM returns them
+        self._dtype = route_dtype(routers[0].global_num_experts)
+        if is_returned:
+            return
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        self._runner: Any = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        cache = self._runner.kv_cache_config
+        groups = list(cache.kv_cache_groups)
+        full = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)]
+        assert full, "no layer attends to all tokens: blocks of a sliding window are freed before the request ends"
+        self._group = full[0]
+        self._layer = groups[self._group].layer_names[0]
+        self._block = groups[self._group].kv_cache_spec.block_size
+        slots = cache.num_blocks * self._block
+        # pages that no token reached use no memory; slot -1 is that of padding
+        self._table = torch.zeros(slots + 1, len(routers), routers[0].top_k, dtype=self._dtype)
+
+    def start(self) -> None:
+        if self._table is not None:
+            for layer, router in enumerate(self._routers):
+                router.set_capture_fn(partial(self._write, layer))
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        before = [router.capture_fn for router in self._routers]
+        self.start()
+        yield
+        for router, function in zip(self._routers, before, strict=True):
+            router.set_capture_fn(function)
+
+    def reset_cache(self) -> None:
+        """Drops the prefix cache; the route of a slot is unknown until a token is computed there."""
+        self._llm.reset_prefix_cache()
+        if self._table is not None:
+            self._table.zero_()
+
+    def of(self, output: RequestOutput, length: int) -> Routes:
+        """Those of the first `length` tokens, owned by this rank. Call it before the engine's next step. Tokens after
+        those that the engine computed are unknown; all are if vLLM returned less than these."""
+        num_prompt, answer = len(output.prompt_token_ids or ()), output.outputs[0]
+        computed, layers = num_prompt + len(answer.token_ids) - 1, len(self._routers)
+        if self._table is not None:
+            blocks = torch.tensor(self._runner.requests[output.request_id].block_ids[self._group])
+            slots = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()[:computed]
+            chosen = self._table[slots]
+        elif answer.routed_experts is not None:
+            chosen = torch.from_numpy(answer.routed_experts).to(self._dtype)[:, -layers:]  # dense layers come first
+        else:
+            chosen = torch.zeros(0, layers, self._routers[0].top_k)
+        experts = torch.zeros(layers, length, chosen.shape[2], dtype=self._dtype)
+        if len(chosen) >= min(computed, length):
+            experts[:, : min(computed, length)] = chosen[:length].transpose(0, 1)[:, :computed]
+        return Routes((dist.get_rank(),) * layers, tuple(row_checksums(experts).tolist()), experts)
+
+    def _write(self, layer: int, ids: Tensor) -> None:
+        from vllm.forward_context import get_forward_context
+
+        assert self._table is not None
+        slot_mapping: Any = get_forward_context().slot_mapping
+        self._table[slot_mapping[self._layer], layer] = ids.to(self._dtype)
+
+
+def capture_of(llm: LLM, model: torch.nn.Module, *, is_returned: bool) -> RouteCapture | None:
+    """None if vLLM's `model` is dense."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+    routers = [runner.router for runner in sorted(runners, key=lambda runner: runner.layer_id)]
+    return RouteCapture(llm, routers, is_returned=is_returned) if routers else None

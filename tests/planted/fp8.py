@@ -1,0 +1,55 @@
+"""Mistakes in FP8 rollouts and training."""
+
+WEIGHTS = "unit/weights/test_fp8.py"
+SENT = f"{WEIGHTS}::test_every_engine_has_the_quantised_checkpoint"
+SEEN = f"{WEIGHTS}::test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_its_own_back"
+TRAINED = "unit/trainer/test_fp8.py"
+PRODUCTS = f"{TRAINED}::test_products_are_those_of_operands_rounded_by_blocks"
+
+FP8 = [
+    ("weights/fp8.py", "            self._reduce_max(flat, is_expert)\n", "", SENT),
+    ("weights/fp8.py", "pad(values, (left, 0, top, 0)) if top or left else values", "values", SENT),
+    (
+        "weights/fp8.py",
+        "to_fp8(values, scales, self._fmt.block, self._first(start))",
+        "to_fp8(values, scales, self._fmt.block)",
+        SENT,
+    ),
+    ("weights/fp8.py", '(".experts." in part.param) == is_expert', "not is_expert", SENT),
+    ("weights/fp8.py", "tensor.detach().copy_(saved[param])", "pass", SEEN),
+    (
+        "weights/placements.py",
+        "self._templates(one_side.expert, size) if rank == 0",
+        "enumerate(x for r in one_side.expert for x in r.slices(Axis(size))) if rank >= 0",
+        SENT,
+    ),
+    ("weights/execute.py", "and not transfer.is_relay", "and transfer.is_relay", SENT),
+    (
+        "models/fp8.py",
+        'not in ("gate", "router")',
+        'not in ("router",)',
+        f"{WEIGHTS}::test_modules_that_stay_as_they_are_are_listed",
+    ),
+    (
+        "models/fp8.py",
+        "rows % fmt.block[0] and not is_last",
+        "False",
+        f"{WEIGHTS}::test_blocks_that_a_rank_would_cut_are_refused",
+    ),
+    ("trainer/fp8.py", "self.weight[::-1] if transposed", "self.weight if transposed", PRODUCTS),
+    ("trainer/fp8.py", "dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)", "pass", PRODUCTS),
+    ("trainer/fp8.py", "rounding.of_rows(x_TK, along_tokens=True)", "rounding.of_rows(x_TK)", PRODUCTS),
+    ("trainer/fp8.py", "gradients=torch.float8_e5m2", "gradients=torch.float8_e4m3fn", PRODUCTS),
+    (
+        "config/model_checks.py",
+        "fp8.first_last_bf16 <= layer",
+        "0 <= layer",
+        f"{TRAINED}::test_layers_at_both_ends_stay_as_they_are",
+    ),
+    (
+        "trainer/trainer.py",
+        "MULTIPLES[self.fp8.recipe] if self.fp8 else 1",
+        "1",
+        f"{TRAINED}::test_micro_batches_are_whole_blocks_of_tokens",
+    ),
+]

@@ -1,0 +1,96 @@
+"""Mistakes in the routes that the trainer replays."""
+
+REPLAY = "unit/trainer/test_router_replay.py"
+
+ROUTES = [
+    (
+        "trainer/router_replay.py",
+        "return scores.gather(1, chosen_NK), chosen_NK",
+        "return values, chosen_NK",
+        f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
+    ),
+    (
+        "trainer/router_replay.py",
+        "return scores.gather(1, chosen_NK), chosen_NK",
+        "return scores.gather(1, chosen_NK).detach(), chosen_NK",
+        f"{REPLAY}::test_the_routers_gradient_is_that_of_their_probabilities",
+    ),
+    (
+        "trainer/router_replay.py",
+        "number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1",
+        "number, self.calls[has_grad] = 0, self.calls[has_grad] + 1",
+        f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
+    ),
+    (
+        "trainer/router_replay.py",
+        "number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1",
+        "number, self.calls[has_grad] = self.calls[False] % len(self._experts or [0]), self.calls[has_grad] + 1",
+        f"{REPLAY}::test_recomputed_activations_take_the_same_routes",
+    ),
+    (
+        "trainer/router_replay.py",
+        "                router.router_replay = None\n",
+        "                pass\n",
+        f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
+    ),
+    (
+        "trainer/router_replay.py",
+        "        if wrong:\n",
+        "        if False:\n",
+        f"{REPLAY}::test_one_changed_route_is_noticed_and_nothing_is_left",
+    ),
+    (
+        "trainer/router_replay.py",
+        "counted_N = is_real_N & ~torch.isin(source_N, ends)",
+        "counted_N = is_real_N",
+        f"{REPLAY}::test_tokens_without_a_route_are_routed_by_the_trainer_and_counted",
+    ),
+    (
+        "trainer/router_replay.py",
+        "[layer for layer in layers if layer >= 0]",
+        "[layer for layer in layers if layer > 0]",
+        f"{REPLAY}::test_the_bias_counts_replayed_tokens_and_the_balance_the_routers_own",
+    ),
+    (
+        "trainer/learner.py",
+        "            batch = replace(batch, routes=())  # those of the policy: other models have their own\n",
+        "",
+        f"{REPLAY}::test_only_the_policy_replays",
+    ),
+    (
+        "trainer/actor_critic.py",
+        "        batch = replace(batch, routes=())  # those of the policy\n",
+        "",
+        f"{REPLAY}::test_only_the_policy_replays",
+    ),
+    (
+        "data/collate.py",
+        "tuple(batch.routes[row] for row in rows) if batch.routes else ()",
+        "batch.routes",
+        f"{REPLAY}::test_rows_keep_their_routes",
+    ),
+    (
+        "types.py",
+        "if num_experts <= 256 else",
+        "if num_experts < 256 else",
+        f"{REPLAY}::test_256_experts_fit_a_byte",
+    ),
+    (
+        "rollout/exchange.py",
+        "replace(s, routes=routes.get((s.prompt_id, s.index), s.routes))",
+        "s",
+        "unit/rollout/test_exchange.py::test_routes_stay_where_they_were_sampled",
+    ),
+    (
+        "rollout/routes.py",
+        "self._table.zero_()",
+        "pass",
+        "unit/rollout/test_routes.py::test_routes_go_with_the_cache",
+    ),
+    (
+        "rollout/routes.py",
+        "chosen[:length].transpose(0, 1)[:, :computed]",
+        "chosen[:length].transpose(0, 1)[:, :computed].flip(1)",
+        "unit/rollout/test_routes.py::test_routes_are_read_through_the_blocks_of_a_request",
+    ),
+]
