@@ -41,7 +41,11 @@ def engine_settings(
         "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": is_eager(rollout),
-        **_device_settings(rollout, on_cpu=on_cpu),
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
+        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
+        "moe_backend": _moe_backend(),
+        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
+        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
     }
@@ -121,16 +125,6 @@ def sample_versions(prompt_tokens: int, spans: Sequence[tuple[int, int, int]]) -
 
 def _spans(answer: Any) -> list[tuple[int, int, int]]:
     return [(int(span.version), span.start, span.end) for span in answer.weight_versions or ()]
-
-
-def _device_settings(rollout: Rollout, *, on_cpu: bool) -> dict[str, Any]:
-    return {
-        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
-        "moe_backend": _moe_backend(),
-        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
-        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
-    }
 
 
 def _moe_backend() -> str:
