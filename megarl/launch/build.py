@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -233,10 +233,15 @@ def make_checkpoints(
     )
 
 
+class Saves(Protocol):
+    """Checkpoints, here or on other ranks."""
+
+    def save(self) -> None: ...
+    def finish(self) -> None: ...
+
+
 @contextmanager
-def saved(
-    trainers: Sequence[Trainer], checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def saved(trainers: Sequence[Trainer], checkpoint: Saves, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield

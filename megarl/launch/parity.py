@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from megarl.algorithms.parity import (
     rounding_floor,
 )
 from megarl.data.collate import take_rows, token_batch
-from megarl.types import CheckFailed, Routes, ScoredBatch, TokenBatch, TrainBatch
+from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
 
@@ -48,7 +48,6 @@ class ScoringEngine(Protocol):
     def is_asleep(self) -> bool: ...
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]: ...
-    def score_with_routes(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,8 @@ class ParityChecks:
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         if self.replays:
-            scores, routes = self.engines[0].score_with_routes(rows)
+            engine: Any = self.engines[0]  # in this process
+            scores, routes = engine.score_with_routes(rows)
             all_scores, batch = [scores], replace(batch, routes=self.transport.gather(routes)[0])
         else:
             all_scores = [engine.score(rows) for engine in self.engines]
