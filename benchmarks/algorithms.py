@@ -203,9 +203,9 @@ def compare(
     """Returns the runs of each algorithm, seed by seed in turn, and the sampled tokens that all of them reached."""
     runs: list[Row] = json.loads(file.read_text()) if file is not None and file.is_file() else []
     with tempfile.TemporaryDirectory() as folder:
-        model = model or train("quickstart_sft", Path(folder), "sft") / "hf"
         for seed, name in product(seeds, names):
             if not any((run["algorithm"], run["seed"]) == (name, seed) for run in runs):
+                model = model or train("quickstart_sft", Path(folder), "sft") / "hf"
                 runs.append(measure(name, seed, model, Path(folder), *keys))
             if file is not None:
                 file.write_text(json.dumps(runs))

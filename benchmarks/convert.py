@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.frame import Case, Contender, Outcome
-from megarl.checkpoint.hf_folder import HfFile
+from megarl.checkpoint.hf_files import HfFile
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.models.headers import INDEX
@@ -131,7 +131,7 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
     for number in range(FILES):
         names = list(shapes)[number::FILES]
         where |= dict.fromkeys(names, file := f"model-{number + 1:05d}.safetensors")
-        with closing(HfFile(made / file, {name: (shapes[name], torch.bfloat16) for name in names})) as out:
+        with closing(HfFile(made / file, {name: ("BF16", shapes[name]) for name in names})) as out:
             for name, size in ((name, shapes[name]) for name in names):  # one at a time: a process inherits a peak
                 numbers = generator.integers(1 << 16, size=prod(size), dtype=np.uint16)
                 elements = torch.from_numpy(numbers).view(torch.bfloat16)

@@ -1,10 +1,10 @@
-"""Seconds of one GRPO step by what the main thread does: engine, trainer and loop.
+"""Seconds of one GRPO step, and of CPU, by what the main thread does: engine, trainer and loop.
 
     python -m benchmarks.step_phases CONFIG [KEY=VALUE ...]      prints the table of its last step
 
 The run itself is `megarl train CONFIG`; a reward of weight 0 has each rank import this module, which then times the
-functions of PARTS. A function's seconds do not include those of the others that it calls. `time/step` of metrics.jsonl
-includes what is not listed.
+functions of PARTS. A function's seconds do not include those of the others that it calls. CPU is that of the whole
+process, all threads; on a busy machine it says more than seconds. `time/step` includes what is not listed.
 """
 
 from __future__ import annotations
@@ -76,26 +76,27 @@ def nothing(*, response: str) -> float:
 
 
 class Timers:
-    """Seconds of each part since the step began, without those of the parts inside it."""
+    """Seconds of each part since the step began, and of CPU, without those of the parts inside it."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.seconds, self.inner = file, defaultdict[str, float](float), [0.0]
+        self.file, self.spent, self.inner = file, defaultdict[str, list[float]](lambda: [0.0, 0.0]), [[0.0, 0.0]]
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             if part == "rollout: groups, digest":
-                self.seconds.clear()
-            self.inner.append(0.0)
-            began = time.perf_counter()
+                self.spent.clear()
+            self.inner.append([0.0, 0.0])
+            began = time.perf_counter(), time.process_time()
             try:
                 return function(*args, **options)
             finally:
-                elapsed = time.perf_counter() - began
-                self.seconds[part] += elapsed - self.inner.pop()
-                self.inner[-1] += elapsed
+                elapsed = time.perf_counter() - began[0], time.process_time() - began[1]
+                for clock, (whole, inner) in enumerate(zip(elapsed, self.inner.pop(), strict=True)):
+                    self.spent[part][clock] += whole - inner
+                    self.inner[-1][clock] += whole
                 if part == "publish: pack, send, verify":
-                    self.file.write_text(json.dumps(self.seconds))
+                    self.file.write_text(json.dumps(self.spent))
 
         return call
 
@@ -118,17 +119,22 @@ def main(config: str, *values: str) -> int:
         env = child_env(PYTHONPATH=str(ROOT), **{VARIABLE: f"{folder}/phases.json"})
         before = os.getloadavg()[0]
         subprocess.run([*command, *values], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
-        seconds = json.loads(Path(folder, "phases.json").read_text())
+        spent = json.loads(Path(folder, "phases.json").read_text())
         step = json.loads(Path(folder, "phases", "metrics.jsonl").read_text().splitlines()[-1])
     print(f"$ python -m benchmarks.step_phases {config} {' '.join(values)}")
     print(f"step {step['step']}, layout {step['layout']}, load {before:.1f} before and {os.getloadavg()[0]:.1f} after")
     print(f"{step['samples/count']} samples of {step['length/mean']:.1f} tokens, loss {step['loss']:.6g}")
+    total = sum(cpu for _, cpu in spent.values())
+
+    def line(name: str, wall: float, cpu: float) -> None:
+        print(f"{name:26}{wall:10.3f} s {cpu:10.3f} s of CPU {100 * cpu / total:6.1f}%")
+
     for phase, parts in PARTS.items():
-        rows = {part: seconds.get(f"{phase}: {part}", 0.0) for part in parts}
-        print(f"\n{phase:24}{sum(rows.values()):9.3f} s {100 * sum(rows.values()) / step['time/step']:6.1f}%")
-        for part, value in rows.items():
-            print(f"  {part:22}{value:9.3f} s {100 * value / step['time/step']:6.1f}%")
-    print(f"\n{'step':24}{step['time/step']:9.3f} s")
+        rows = {part: spent.get(f"{phase}: {part}", (0.0, 0.0)) for part in parts}
+        line(f"\n{phase:26}", *(sum(row[clock] for row in rows.values()) for clock in range(2)))
+        for part, row in rows.items():
+            line(f"  {part}", *row)
+    print(f"\n{'step':26}{step['time/step']:10.3f} s {total:10.3f} s of CPU in the parts above")
     return 0
 
 

@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}", metavar="N", type=_size, default=1, help=f"number of {axis} (1); any layout loads it"
         )
     convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
+    convert.add_argument("--export-format", choices=("bf16", "same"), default="bf16", help="as in a run's config")
     convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
     serve = commands.add_parser("serve-reward", help="score responses with a reward model, over HTTP")
     serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
@@ -176,6 +177,7 @@ def _convert(args: argparse.Namespace) -> int:
     sizes = Parallel(tensor=args.tp, pipeline=args.pp, expert=args.ep)
     file_bytes = FILE_BYTES if args.file_gb is None else int(args.file_gb * 1e9)
     options = {"config": args.config, "file_bytes": file_bytes, "interactive": is_interactive()}
+    options["quantise"] = args.export_format == "same"
     try:
         print(run_convert(args.source, args.target, args.to, sizes, **options))
     except CheckFailed as error:

@@ -42,6 +42,10 @@ class Target(Protocol):
         """Write a file from its parameters, in order, and flush it. Returns a picklable result for `finish`."""
         ...
 
+    def rounded(self, param: str, flat: Tensor) -> Tensor:
+        """Returns the parameter as it will be read back, if it is written as `flat`."""
+        ...
+
     def finish(self, folder: Path, results: list[Any]) -> None:
         """Write the metadata of all files."""
         ...

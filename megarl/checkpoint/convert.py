@@ -3,8 +3,9 @@
     source --read ahead--> target's files in .NAME.part, each with a record --read back--> checksums agree --> NAME
 
 A record is written once its file is complete and on disk, so a killed conversion resumes after the last one.
-Every HF tensor's checksum is computed while the source is read, and again from the finished target. At any time a
-few parameters are in memory (an expert's, a layer's, the embedding), however large the model is.
+Every HF tensor's checksum is computed while the source is read (as the target's format rounds it, if that is a block
+format), and again from the finished target. At any time a few parameters are in memory (an expert's, a layer's, the
+embedding), however large the model is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, Target
-from megarl.checkpoint.hf_folder import copy_model_files
+from megarl.checkpoint.hf_files import copy_model_files
 from megarl.checkpoint.pickles import load_pickle
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
@@ -65,14 +66,16 @@ class Conversion:
             missing = [file for file in files if file.name not in records]
             self._refuse_full_disk(staging, missing)
             records |= {file.name: self._write(staging, file, readers) for file in missing}
-            checksums: Counter[str] = Counter()
+            checksums, sources = Counter[str](), Counter[str]()
             for record in records.values():
                 checksums.update(record["checksums"])
-            lines = {name: f"{value % (1 << 64):016x}" for name, value in checksums.items()}
+                sources.update(record["sources"])
+            lines = _hexadecimal(checksums)
             with _disk_errors(staging):
                 copy_model_files(self.origin, staging)
                 self.target.finish(staging, [records[file.name]["result"] for file in files])
-            error = _changed_since_made(self.source_folder, lines) or self._read_back(staging, checksums, readers)
+            error = _changed_since_made(self.source_folder, _hexadecimal(sources))
+            error = error or self._read_back(staging, checksums, readers)
             shutil.rmtree(staging / RECORDS)  # after an error everything is rewritten
             if error:
                 raise CheckFailed(error)
@@ -100,26 +103,31 @@ class Conversion:
 
     def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
         """Write one file from scratch, then its record."""
-        checksums: Counter[str] = Counter()
+        checksums, sources = Counter[str](), Counter[str]()
         current = file.params[0]
 
         def params() -> Iterator[tuple[str, Tensor]]:
             nonlocal current
-            for current, (flat, sums) in zip(file.params, _ahead(readers, self._read, file.params), strict=True):
+            ahead = _ahead(readers, self._read, file.params)
+            for current, (flat, sums, before) in zip(file.params, ahead, strict=True):
                 checksums.update(sums)
+                sources.update(before)
                 self.progress("write", flat.nbytes)
                 yield current, flat
 
         path = staging / file.name
         with _disk_errors(path, lambda: self._tensor(current)):
             result = self.target.write(staging, file, params())
-            record = {"checksums": checksums, "result": result}
+            record = {"checksums": checksums, "sources": sources, "result": result}
             write_atomic(staging / RECORDS / f"{file.name}.pickle", pickle.dumps(record))
         return record
 
-    def _read(self, param: str) -> tuple[Tensor, Counter[str]]:
+    def _read(self, param: str) -> tuple[Tensor, Counter[str], Counter[str]]:
+        """Returns the parameter, and its checksums in the target and in the source."""
         flat = self.source.read(param)
-        return flat, self.conversion_map.checksums(param, flat)
+        before = self.conversion_map.checksums(param, flat)
+        rounded = self.target.rounded(param, flat)
+        return flat, before if rounded is flat else self.conversion_map.checksums(param, rounded), before
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
         """Describes how the finished folder differs from the source, naming tensors; "" if it does not."""
@@ -154,6 +162,10 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
         write_atomic(known, identity)
     records = {path.stem: _read_record(path) for path in known.parent.glob("*.pickle")}
     return {name: record for name, record in records.items() if (staging / name).is_file()}
+
+
+def _hexadecimal(checksums: Counter[str]) -> dict[str, str]:
+    return {name: f"{value % (1 << 64):016x}" for name, value in checksums.items()}
 
 
 def _read_record(file: Path) -> dict[str, Any]:

@@ -18,12 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
+from megarl.checkpoint.hf_files import copy_model_files, drop_quantization, file_names, write_index
+from megarl.checkpoint.hf_folder import split_by_size
+from megarl.models.headers import read_headers
 from megarl.models.shards import whole_tensor
 from megarl.platform.json_text import parse_json
 from megarl.weights.execute import MemoryReceiver
 from megarl.weights.placements import SlicesByRank
 from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.quantize import PLAIN, Storage
 from megarl.weights.transports import Transport
 
 FILE_BYTES = 4 << 30
@@ -40,6 +43,7 @@ def export_hf(
     transport: Transport,
     dtype: torch.dtype,
     fp32: frozenset[str] = frozenset(),  # tensors that stay fp32
+    storage: Storage = PLAIN,  # tensors that are quantised in the files
     changes: Mapping[str, Mapping[str, Any]] | None = None,  # file: keys that differ from the origin's
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -55,6 +59,8 @@ def export_hf(
         for name, values in (changes or {}).items():
             text = json.dumps(parse_json((staging / name).read_bytes()) | dict(values), indent=2)
             (staging / name).write_text(text + "\n", encoding="utf-8")
+        if not storage.names:
+            drop_quantization(staging)
     transport.gather(None)  # the folder exists
     sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
     files = split_by_size(sizes, file_bytes, sizes.__getitem__)
@@ -78,10 +84,15 @@ def export_hf(
             is_atomic=False,  # an incomplete file never gets its final name
         ).publish(version=0)
         if mine:
-            save_file(tensors, staging / names[first + transport.rank], metadata={"format": "pt"})
+            stored: dict[str, Tensor] = {}
+            for name in mine:  # one tensor at a time in both formats
+                stored |= storage.encode(name, tensors.pop(name))
+            save_file(stored, staging / names[first + transport.rank], metadata={"format": "pt"})
     transport.gather(None)  # all files are written
     if transport.rank == 0:
-        write_index(staging, dict(zip(names, files, strict=True)), sum(sizes.values()))
+        headers = read_headers(staging)
+        stored_in = {file: [name for name, x in headers.items() if x.file.name == file] for file in names}
+        write_index(staging, stored_in, sum(x.nbytes for x in headers.values()))
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)

@@ -1,17 +1,13 @@
-"""Reads and writes Hugging Face folders slice by slice: no file is mapped into memory, and no tensor is read whole.
+"""Reads Hugging Face folders slice by slice: no file is mapped into memory, and no tensor is read whole.
 
-HfFolder: headers -> copy(slice)        HfFile: header -> write(slice), in any order
-HfTarget: the files of a conversion     load_hf: the slices of this rank -> its parameters
+HfFolder: headers -> copy(slice)        load_hf: the slices of this rank -> its parameters
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,30 +16,31 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
+from megarl.checkpoint.conversion_map import ConversionMap, Source
+from megarl.models.config_json import read_config
+from megarl.models.formats import BlockFormat, as_stored, coarse, matrix_ranges
 from megarl.models.headers import INDEX, read_headers
-from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice
-from megarl.platform.atomic import write_atomic
+from megarl.weights.quantize import DTYPES, PLAIN, Storage, dequantize
 
 BLOCK_BYTES = 8 << 20
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with padding rows
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NOT_WEIGHTS = ("rotary_emb.inv_freq", "input_scale", "input_global_scale")  # computed, or of the engine's activations
 Item = TypeVar("Item")
 
 
 class HfFolder:
-    """A folder open for reading, by several threads if needed. Raises ValueError if it is incomplete."""
+    """A folder open for reading, by several threads if needed. Raises ValueError if it is incomplete.
+
+    Weights in a block format are dequantised while they are read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors = read_headers(folder)
+        self.format = read_config(folder / "config.json").quantization()
+        self.quantized = self.format.tensors(self.tensors) if self.format else frozenset()
         self._handles = {file: os.open(file, os.O_RDONLY) for file in {t.file for t in self.tensors.values()}}
 
     def __del__(self) -> None:
@@ -52,44 +49,92 @@ class HfFolder:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
         """Raises ValueError, naming tensor and file, unless it has these tensors and no others except `ignored`."""
-        index = self.folder / INDEX
-        for name, shape in shapes.items():
+        index, expected = self.folder / INDEX, dict(shapes)
+        for name in self.quantized.intersection(shapes) if self.format else ():
+            expected |= {name + suffix: size for suffix, (_, size) in self.format.parts(expected.pop(name)).items()}
+        for name, shape in expected.items():
             tensor = self.tensors.get(name)
             if tensor is None:
                 file = index if index.is_file() else self.folder / "model.safetensors"
                 raise ValueError(f"{file} has no tensor {name}, which config.json requires; copy the folder again")
-            if tensor.shape != shape:
+            if tensor.shape != shape and {*tensor.shape, *shape} != {1}:
                 raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, but config.json requires {shape}")
         for name, tensor in self.tensors.items():
-            if name not in shapes and name not in ignored:
+            if name not in expected and name not in ignored and not name.endswith(NOT_WEIGHTS):
                 raise ValueError(f"{tensor.file}: {name} is not a tensor of the model that config.json describes")
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self.tensors[name].dtype]
+        return torch.bfloat16 if name in self.quantized else DTYPES[self.tensors[name].dtype]
+
+    def storage(self) -> Storage:
+        """How this folder's tensors are stored. Raises ValueError if no other weights can be stored so."""
+        if self.format is None or not self.quantized:
+            return PLAIN
+        inputs = next((name for name in self.tensors if name.endswith(NOT_WEIGHTS[1:])), None)
+        if inputs or self.format.global_scale:
+            reason = f"{inputs} was measured with other weights" if inputs else "fused layers share a global scale"
+            raise ValueError(f"{self.folder}: {reason}, so this model can only be exported in bf16")
+        scale_dtype = self.tensors[next(iter(self.quantized)) + self.format.scale].dtype
+        return Storage(replace(self.format, scale_dtype=scale_dtype), self.quantized)
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
         """Copy [start, start + shape) of tensor `box.name` to where it lies in `parameter`, block by block.
 
         Raises ValueError if the folder lacks the tensor or it is smaller.
         """
+        if box.name in self.quantized and self.format is not None:
+            dims = self._dims(box.name, self.format)
+            for block in row_blocks(as_stored(box, self.format, dims), 16 * parameter.itemsize):  # temporaries are fp32
+                self._dequantize(block, view(parameter, block), self.format)
+            return
         if box.name not in self.tensors:
             raise ValueError(f"{self.folder} has no tensor {box.name}; use a folder with all *.safetensors files")
         for block in row_blocks(box, parameter.itemsize):
             self._read(block, view(parameter, block))
 
+    def _dequantize(self, box: ShardSlice, target: Tensor, fmt: BlockFormat) -> None:
+        """Fills `target` from a slice as it is stored: reads its items, and the scales of the blocks it touches."""
+        lead, rows, columns = matrix_ranges(box, self._dims(box.name, fmt))
+        step, (high, wide) = fmt.column_step, fmt.block
+        whole = range(columns.start // step * step, -(-columns.stop // step) * step)
+        items = coarse(whole, fmt.per_item)
+        last = (items,) if not fmt.is_transposed else (coarse(whole, wide), range(fmt.block[1] // fmt.per_item))
+        scales = self._rectangle(box.name + fmt.scale, *lead, coarse(rows, high), coarse(whole, wide))
+        parts = {fmt.scale: scales.view(-1, len(coarse(whole, wide)))}
+        parts[fmt.values] = self._rectangle(box.name + fmt.values, *lead, rows, *last)
+        if fmt.global_scale:
+            parts[fmt.global_scale] = self._rectangle(box.name + fmt.global_scale)
+        parts = {suffix: part.to(target.device) for suffix, part in parts.items()}
+        start = (rows.start % high if high else 0, whole.start % wide if wide else 0)
+        values = dequantize(parts, fmt, (len(rows), len(whole)), target.dtype, start)
+        target.copy_(values[:, columns.start - whole.start :][:, : len(columns)].reshape(box.shape))
+
+    def _dims(self, name: str, fmt: BlockFormat) -> int:
+        return len(self.tensors[name + fmt.values].shape) - fmt.is_transposed
+
+    def _rectangle(self, name: str, *ranges: range) -> Tensor:
+        """Reads one range of each dim, or a tensor that has a single element."""
+        tensor = self.tensors[name]
+        if prod(tensor.shape) == 1:
+            ranges = (range(1),) * len(tensor.shape)
+        part = torch.empty([len(indices) for indices in ranges], dtype=DTYPES[tensor.dtype])
+        first = tuple(indices.start for indices in ranges)
+        self._read(ShardSlice(name, first, tuple(part.shape), name, 0, part.stride()), part)
+        return part
+
     def _read(self, box: ShardSlice, target: Tensor) -> None:
         """Fills `target` from whole rows along the slice's lead axis, which are contiguous in the file."""
         tensor = self.tensors[box.name]
-        start, shape, full = *_without_pairs(box, len(tensor.shape)), tensor.shape
+        start, shape, full = *without_pairs(box, len(tensor.shape)), tensor.shape
         if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
             least = tuple(first + n for first, n in zip(start, shape, strict=True))
             raise ValueError(f"{tensor.file}: {box.name} has shape {full}, but config.json requires at least {least}")
         lead = lead_axis(shape)
-        rows, dtype = (*shape[lead : lead + 1], *full[lead + 1 :]), self.dtype(box.name)
+        rows, dtype = (*shape[lead : lead + 1], *full[lead + 1 :]), DTYPES[tensor.dtype]
         is_direct = shape[lead:] == rows and target.is_contiguous() and target.is_cpu and target.dtype == dtype
         buffer = target.view(rows) if is_direct else torch.empty(rows, dtype=dtype)
-        offset = tensor.offset + _position(start[: lead + 1], full) * dtype.itemsize
-        memory = _bytes_of(buffer)
+        offset = tensor.offset + position(start[: lead + 1], full) * dtype.itemsize
+        memory = bytes_of(buffer)
         while memory:
             count = os.preadv(self._handles[tensor.file], [memory], offset)
             if not count:
@@ -100,52 +145,12 @@ class HfFolder:
             target.copy_(buffer[(slice(None), *inner)].reshape(box.shape))
 
 
-class HfFile:
-    """A safetensors file that is written slice by slice. Several threads may write."""
-
-    def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Create the file for tensors of these shapes and dtypes, in this order."""
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        self._offsets: dict[str, int] = {}
-        self._shapes = {name: shape for name, (shape, _) in tensors.items()}
-        for name, (shape, dtype) in tensors.items():
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
-            self._offsets[name] = begin
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-        self._data = 8 + len(text)
-        self._file = file.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
-
-    def write(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Write the slice of `parameter` to [start, start + shape) of `box.name`, which is contiguous in the file."""
-        full = self._shapes[box.name]
-        start, shape = _without_pairs(box, len(full))
-        elements = view(parameter, box)
-        assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
-            f"{box} is not contiguous in a tensor of shape {full}"
-        )
-        offset = self._offsets[box.name] + _position(start, full) * elements.itemsize
-        self._write(_bytes_of(elements.contiguous()), self._data + offset)
-
-    def close(self) -> None:
-        """Flush to disk and close."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        while data:
-            count = os.pwrite(self._file.fileno(), data, offset)
-            data, offset = data[count:], offset + count
-
-
 @torch.no_grad()
 def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path) -> None:
     """Fill `parameters` (local Megatron names) from `folder`; padding rows of the vocabulary become zero.
 
     A value head (`score.`) that the folder lacks stays as it is. Raises ValueError if another tensor is missing, or
-    one has another shape or is quantised.
+    one has another shape or is quantised in an unknown format.
     """
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
     for part in slices:
@@ -163,7 +168,10 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
                 source.check({part.name: part.shape}, ignored=source.tensors)
             if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:  # quantised: it needs its scales
                 stored = source.tensors[part.name].dtype
-                raise ValueError(f"{folder}: {part.name} is quantised ({stored}); use a bf16 copy of the model")
+                raise ValueError(
+                    f"{folder}: {part.name} is quantised ({stored}), but not as config.json's quantization_config "
+                    "describes; use a bf16 copy of the model"
+                )
             source.copy(part, parameter)
 
 
@@ -190,45 +198,6 @@ def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> Source:
                     f"{boxes[0].name}; convert them to the same dtype"
                 )
     return Source(conversion_map, conversion_map.hf_slices, folder)
-
-
-class HfTarget:
-    """Files of at most `file_bytes`, unless a single tensor or parameter is larger."""
-
-    def __init__(self, conversion_map: ConversionMap, source: Source, *, file_bytes: int) -> None:
-        self._map = conversion_map
-        self._dtypes: dict[str, torch.dtype] = {}
-        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may share a tensor, hence a file
-        for param, boxes in conversion_map.hf_slices.items():
-            params.setdefault(boxes[0].name, []).append(param)
-            self._dtypes |= dict.fromkeys([box.name for box in boxes], source.dtype(param))
-        groups = split_by_size(params.values(), file_bytes, lambda group: self._nbytes(self._names(group)))
-        self.files, self._tensors = [], {}
-        for name, group in zip(file_names(len(groups)), groups, strict=True):
-            members = [param for part in group for param in part]
-            self._tensors[name] = self._names(members)
-            self.files.append(OutputFile(name, tuple(members), self._nbytes(self._tensors[name])))
-
-    def _names(self, params: list[str]) -> list[str]:
-        return list(dict.fromkeys(box.name for param in params for box in self._map.hf_slices[param]))
-
-    def _nbytes(self, names: list[str]) -> int:
-        return sum(prod(self._map.hf_shapes[name]) * self._dtypes[name].itemsize for name in names)
-
-    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> None:
-        tensors = {name: (self._map.hf_shapes[name], self._dtypes[name]) for name in self._tensors[file.name]}
-        with closing(HfFile(folder / file.name, tensors)) as out:
-            for param, flat in params:
-                for box in self._map.hf_slices[param]:
-                    out.write(box, flat)
-
-    def finish(self, folder: Path, results: list[None]) -> None:
-        write_index(folder, self._tensors, sum(file.nbytes for file in self.files))
-
-    def reopen(self, folder: Path) -> Source:
-        written = HfFolder(folder)
-        written.check(self._map.hf_shapes)
-        return hf_source(self._map, written)
 
 
 def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[ShardSlice]:
@@ -261,27 +230,6 @@ def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], i
     return groups
 
 
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def write_index(folder: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    """Write the index of `files` (name -> tensors), unless there is a single file."""
-    if len(files) > 1:
-        weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
-        values = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        write_atomic(folder / INDEX, json.dumps(values, indent=2) + "\n")
-
-
-def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy config, tokenizer and its code, but neither an index nor a Megatron checkpoint's metadata.json."""
-    for file in (file for pattern in (*SMALL, *CODE) for file in source.glob(pattern)):
-        if not file.name.endswith(".index.json") and file.name != "metadata.json":
-            shutil.copyfile(file, folder / file.name)
-
-
 def view(parameter: Tensor, box: ShardSlice) -> Tensor:
     """The slice as a view of a contiguous parameter."""
     return parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
@@ -292,18 +240,18 @@ def lead_axis(shape: Sequence[int]) -> int:
     return next((axis for axis, size in enumerate(shape) if size != 1), 0)
 
 
-def _position(start: Sequence[int], full: Sequence[int]) -> int:
+def position(start: Sequence[int], full: Sequence[int]) -> int:
     """Index of the element at `start` in a contiguous tensor of shape `full`; trailing indices default to 0."""
     return sum(first * prod(full[axis + 1 :]) for axis, first in enumerate(start))
 
 
-def _without_pairs(box: ShardSlice, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def without_pairs(box: ShardSlice, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(start, shape) in the tensor of a slice that may view its last dim as pairs, [..., n / 2, 2]."""
     if len(box.shape) != dims + 1:
         return box.start, box.shape
     return (*box.start[:-2], 2 * box.start[-2]), (*box.shape[:-2], 2 * box.shape[-2])
 
 
-def _bytes_of(contiguous: Tensor) -> memoryview:
+def bytes_of(contiguous: Tensor) -> memoryview:
     """The memory of a CPU tensor."""
     return memoryview(contiguous.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]

@@ -229,6 +229,9 @@ class MegatronTarget:
         chunks = (view(flat, box) for param, flat in params for box in self._chunks(param))
         return writer.write_data(plan, _StreamedChunks(chunks)).wait()
 
+    def rounded(self, param: str, flat: Tensor) -> Tensor:
+        return flat
+
     def finish(self, folder: Path, results: list[list[WriteResult]]) -> None:
         _, metadata = create_default_global_save_plan(self._plans)
         FileSystemWriter(folder).finish(metadata, results)

@@ -284,6 +284,9 @@ class Checkpoint(Section):
     resume: str = "auto"  # auto | never | the folder of a checkpoint
     # export a Hugging Face model: at the end, or every N steps and at the end
     export_hf: Literal["never", "end"] | PositiveInt = "never"
+    # bf16: not quantised, exactly the weights that were trained (in train.dtype). same: rounded to the block format of
+    # model.path, if it is quantised
+    export_format: Literal["bf16", "same"] = "bf16"
 
 
 class Launch(Section):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, FrozenModel, Task
@@ -49,6 +50,7 @@ from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, TokenBatch, TokenOutputs
 from megarl.weights.fp8 import Fp8Quantizer
+from megarl.weights.quantize import PLAIN, Storage
 from megarl.weights.transports import InProcess, Transport
 from megarl.weights.transports.collective import Collective
 
@@ -219,6 +221,7 @@ def make_checkpoints(
     rank: Rank, trainer: Trainer, prompts: Stateful, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
+    _storage(rank)  # an impossible export fails now
     return Checkpoints(
         run_dir(config) / "checkpoints",
         trainer,
@@ -296,8 +299,16 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
         transport=rank.transport,
         dtype=DTYPES[rank.config.train.dtype],
         fp32=fp32_tensors(rank.shape),
+        storage=_storage(rank),
         changes=_changes_by_head(rank, trainer.head),
     )
+
+
+def _storage(rank: Rank) -> Storage:
+    """Raises ValueError if checkpoint.export_format is impossible for this model."""
+    options = rank.config.checkpoint
+    is_plain = options.export_hf == "never" or options.export_format == "bf16"
+    return PLAIN if is_plain else HfFolder(rank.model_folder).storage()
 
 
 def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:

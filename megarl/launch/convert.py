@@ -24,7 +24,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors, Target
 from megarl.checkpoint.convert import Conversion
-from megarl.checkpoint.hf_folder import HfFolder, HfTarget, hf_source
+from megarl.checkpoint.hf_files import HfTarget
+from megarl.checkpoint.hf_folder import HfFolder, hf_source
 from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.hub import model_folder
@@ -34,14 +35,23 @@ from megarl.models.shards import ShardSlice, slices_of
 from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model
 from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
+from megarl.weights.quantize import PLAIN
 
 Format = Literal["megatron", "hf"]
 
 
 def run_convert(
-    source: Path, target: Path, to: Format, sizes: Parallel, *, config: Path | None, file_bytes: int, interactive: bool
+    source: Path,
+    target: Path,
+    to: Format,
+    sizes: Parallel,
+    *,
+    config: Path | None,
+    file_bytes: int,
+    interactive: bool,
+    quantise: bool = False,
 ) -> str:
-    """Convert `source` to `target`; returns a summary for the user.
+    """Convert `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is.
 
     Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently.
     """
@@ -50,17 +60,20 @@ def run_convert(
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
+    if quantise and to != "hf":
+        raise ValueError(f"--export-format same applies to --to hf, not to --to {to}; remove it")
     conversion_map, opened = _open(source, shape)
     made: Target
     if to == "hf":
-        made = HfTarget(conversion_map, opened, file_bytes=file_bytes)
+        storage = HfFolder(origin).storage() if quantise else PLAIN
+        made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
     else:
         file_of = _file_of(shape, sizes)
         options = {"file_of": file_of, "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
         made = MegatronTarget(conversion_map, opened, **options)
     weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
-    identity = repr((source.resolve(), stats, to, sizes, file_bytes))
+    identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(conversion_map, opened, source, made, origin, identity, progress).run(target)
     seconds = time.perf_counter() - began

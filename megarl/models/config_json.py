@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.models.formats import BlockFormat, read_quantization
 from megarl.models.shape import LatentSizes, ModelShape
 from megarl.platform.json_text import parse_json
 
@@ -65,6 +66,16 @@ class ConfigReader:
         for key, only in supported.items():
             if (value := self.raw.get(key)) is not None and value != only:
                 raise self.unsupported(key, value, only)
+
+    def quantization(self) -> BlockFormat | None:
+        """Returns the block format of the weights, None if they are not quantised. Raises ValueError for others."""
+        if (quantised := self._get("quantization_config", {})) == {}:
+            return None
+        try:
+            return read_quantization(quantised)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = error if type(error) is ValueError else f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
+            raise self.error(f"quantization_config: {problem}; use a bf16 copy of the model") from None
 
     def only_unquantised(self) -> None:
         if quantised := self.raw.get("quantization_config"):
@@ -150,7 +161,7 @@ def read_decoder(
     fields: further fields of ModelShape
     """
     config.only(hidden_act="silu", mlp_bias=False)
-    config.only_unquantised()
+    config.quantization()
     for layer, kind in enumerate(config.raw.get("layer_types") or []):
         if kind != (supported := layer_types[layer % len(layer_types)]):
             raise config.unsupported(f"layer_types[{layer}]", kind, supported)

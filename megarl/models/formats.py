@@ -9,9 +9,11 @@ loading, sync and export use both. `read_quantization` reads a config.json's `qu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from megarl.models.shards import ShardSlice
 
 Element = Literal["e4m3", "e2m1", "int4"]
 Shape = tuple[int, ...]
@@ -36,8 +38,13 @@ class BlockFormat:
 
     @property
     def column_step(self) -> int:
-        """Columns can be read from a multiple of this: whole items, and whole blocks."""
-        return self.block[1] or self.per_item
+        """Columns can be read from a multiple of this: whole items; of packed ones, whole blocks."""
+        return (self.block[1] or self.per_item) if self.per_item > 1 else 1
+
+    def tensors(self, names: Collection[str]) -> frozenset[str]:
+        """Returns the tensors of which `names` has both values and scales."""
+        tensors = (name.removesuffix(self.scale) for name in names if name.endswith(self.scale))
+        return frozenset(name for name in tensors if name + self.values in names)
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Returns the shape of a matrix's scales."""
@@ -61,13 +68,6 @@ class BlockFormat:
             parts[self.full_shape] = ("I64", (len(shape),))
         return parts
 
-    def refusal(self, shape: Shape) -> str:
-        """Returns why a tensor of `shape` cannot be stored in this format, or ""."""
-        columns = shape[-2] if self.is_transposed else shape[-1]
-        if self.element != "e4m3" and columns % self.column_step:
-            return f"shape {shape} has {columns} inputs, not a multiple of {self.column_step}"
-        return ""
-
 
 _FP8 = BlockFormat("fp8_tensor", "e4m3", (0, 0), values="", scale="_scale", scale_dtype="F32")
 _FP4 = BlockFormat("mxfp4_pack", "e2m1", (1, 32), values="_packed", scale="_scale", scale_dtype="U8", item="U8",
@@ -86,6 +86,36 @@ FORMATS: dict[str, BlockFormat] = {
         replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),  # gpt-oss
     )
 }
+
+
+def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
+    """Returns the slice of a tensor of `dims` dims with its inputs last."""
+    if not fmt.is_transposed:
+        return part
+
+    def move(sizes: Shape) -> Shape:
+        return (*sizes[: dims - 2], *sizes[dims - 1 :], sizes[dims - 2])
+
+    return replace(part, start=move(part.start), shape=move(part.shape), strides=move(part.strides))
+
+
+def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, range]:
+    """Returns the (single) indices of the leading dims, the rows and the columns of a slice in its stored order.
+
+    Rows may be two dims: pairs.
+    """
+    starts, sizes = list(part.start), list(part.shape)
+    if len(sizes) == dims + 1:
+        first, count = 2 * starts[-3] + starts[-2], sizes[-3] * sizes[-2]
+        starts[-3:-1], sizes[-3:-1] = [first], [count]
+    assert all(size == 1 for size in sizes[:-2]), f"{part} has several matrices"
+    *lead, rows, columns = (range(first, first + size) for first, size in zip(starts, sizes, strict=True))
+    return lead, rows, columns
+
+
+def coarse(indices: range, size: int) -> range:
+    """Returns the indices of the blocks of `size` that hold these; a block of size 0 has all."""
+    return range(indices.start // size, -(-indices.stop // size)) if size else range(1)
 
 
 def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:

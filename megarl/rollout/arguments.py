@@ -31,12 +31,14 @@ def engine_settings(
     folder: Path, rollout: Rollout, dtype: torch.dtype, fp8: BlockFormat | None = None, *, trust_remote_code: bool
 ) -> dict[str, Any]:
     on_cpu = not torch.cuda.is_available()
+    # by default none: the trainer's weights are not quantised, whatever format the model came in
+    quantization = quantization_config(read_model(folder), fp8) if fp8 else None
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
         "dtype": str(dtype).removeprefix("torch."),
-        "hf_overrides": {"quantization_config": quantization_config(read_model(folder), fp8)} if fp8 else {},
+        "hf_overrides": {"quantization_config": quantization},
         "tensor_parallel_size": rollout.tensor,
         "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,

@@ -77,7 +77,7 @@ class Bridged:
                 f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not support "
                 "it (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
             )
-        for module in ("BalancedRouter", "_ReplicatedLinear"):  # modules in layers.py
+        for module in ("BalancedRouter", "ReplicatedLinear"):  # modules in layers.py
             AutoMapping.register_module_type(module, "replicated")
         auto = AutoBridge.from_hf_pretrained(str(shape.bridge))
         provider = auto.to_megatron_provider(load_weights=False)

@@ -9,14 +9,21 @@ hidden: values beyond the largest element (after a scale was rounded down) are c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.models.formats import BlockFormat
+from megarl.models.formats import FORMATS, BlockFormat
 
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitude of codes 0 to 7; 8 to 15 are negative
 Block = tuple[int, int]
@@ -72,17 +79,14 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     e4m3: largest magnitude / 448                   int4: / 7, so values that were rounded before are unchanged
     e2m1: / 6, or a power of two: that of the largest magnitude, rounded to 1.5 bits, / 4 (as compressed-tensors)
     """
-    if refusal := fmt.refusal(tuple(w.shape)):
-        raise ValueError(f"{refusal}, so it cannot be stored as {fmt.name}")
-    full_shape = torch.tensor(w.shape)
-    if fmt.is_transposed:
-        w = w.transpose(-1, -2)
+    shape = tuple(w.shape)
+    w = w.transpose(-1, -2) if fmt.is_transposed else w
+    if (inputs := w.shape[-1]) % fmt.column_step:
+        raise ValueError(f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} requires")
     amax, extra = block_amax(w, fmt.block), {}
     if fmt.element == "e4m3":
-        scales = stored = fp8_scales(amax, power_of_2=fmt.power_of_2).to(_DTYPES[fmt.scale_dtype])
-        if fmt.block == (0, 0):
-            stored = scales.view(1)
-        values = to_fp8(w, scales, fmt.block)
+        scales = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
+        stored, values = scales.view(1) if fmt.block == (0, 0) else scales, to_fp8(w, scales, fmt.block)
     else:
         divisor = torch.ones(1, device=w.device)
         if fmt.global_scale:
@@ -92,9 +96,8 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
         quotient = w.float() / _spread(_decode(stored) / divisor, fmt.block, (0, 0), w.shape[-2:])
         values = _pack(_codes(quotient, fmt), fmt)
     if fmt.full_shape:
-        extra[fmt.full_shape] = full_shape
-    shape = fmt.parts(tuple(full_shape.tolist()))[fmt.values][1]
-    return {fmt.values: values.reshape(shape), fmt.scale: stored} | extra
+        extra[fmt.full_shape] = torch.tensor(shape)
+    return {fmt.values: values.reshape(fmt.parts(shape)[fmt.values][1]), fmt.scale: stored} | extra
 
 
 def dequantize(
@@ -116,9 +119,6 @@ def dequantize(
     return values.mul_(_spread(scales, fmt.block, start, shape[-2:])).to(dtype)
 
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-
-
 def _decode(scales: Tensor) -> Tensor:
     """Stored scales as fp32; bytes are exponents, of which 255 is NaN."""
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
@@ -130,7 +130,7 @@ def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
         exponents = (amax.view(torch.int32) + (1 << 21)) >> 23  # a mantissa of 1.75 or more counts as 2
         return torch.where(amax.isfinite(), (exponents - 2).clamp(0, 254), 255).to(torch.uint8)
     scales = torch.where(amax.isfinite(), amax * divisor / (7 if fmt.element == "int4" else 6), torch.nan)
-    scales = scales.to(_DTYPES[fmt.scale_dtype])
+    scales = scales.to(DTYPES[fmt.scale_dtype])
     smallest = torch.finfo(scales.dtype).eps
     return scales.where(scales != 0, smallest)
 
@@ -139,11 +139,10 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
     """uint8 in 0..15 of the nearest elements."""
     if fmt.element == "int4":
         return (quotient.nan_to_num_().round_().clamp_(-8, 7) + 8).to(torch.uint8)
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=quotient.device)
-    below = torch.nextafter(middles, torch.zeros_like(middles))  # a tie goes to the even code, up at every second
-    up = torch.tensor([False, True, False, True, False, True, False], device=quotient.device)
-    codes = torch.bucketize(quotient.abs().contiguous(), middles.where(~up, below))
-    return (codes + 8 * (quotient < 0)).to(torch.uint8)
+    # the middles of two elements; a tie goes to the even code, so up at every second: those are an ulp lower
+    middles = torch.tensor([0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device)
+    codes = torch.bucketize(quotient.abs().contiguous(), middles)
+    return (codes + 8 * quotient.signbit()).to(torch.uint8)
 
 
 def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
@@ -151,6 +150,36 @@ def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
     codes = pad(codes, (0, -codes.shape[-1] % fmt.per_item)).unflatten(-1, (-1, 2))
     packed = codes[..., 0] | codes[..., 1] << 4
     return packed.view(torch.int32) if fmt.item == "I32" else packed
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a folder stores its tensors: those in `names` in `format`, the others as they are."""
+
+    format: BlockFormat = FORMATS["fp8_block"]
+    names: frozenset[str] = frozenset()
+
+    def parts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor `name`, by name."""
+        parts = self.format.parts(shape) if name in self.names else {"": (NAMES[dtype], shape)}
+        return {name + suffix: part for suffix, part in parts.items()}
+
+    def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the stored tensors of a tensor, or of one of its matrices, by name."""
+        if name not in self.names:
+            return {name: tensor}
+        if tensor.dim() == 2 or self.format.global_scale:
+            return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
+        stack = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
+        return {name + suffix: torch.stack([parts[suffix] for parts in stack]) for suffix in stack[0]}
+
+    def round(self, matrix: Tensor) -> Tensor:
+        """Returns a quantised tensor's matrix as it will be read."""
+        turned = (lambda x: x.T) if self.format.is_transposed else (lambda x: x)
+        return turned(dequantize(quantize(matrix, self.format), self.format, turned(matrix).shape, matrix.dtype))
+
+
+PLAIN = Storage()
 
 
 @cache

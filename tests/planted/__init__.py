@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.formats import FORMATS
 from planted.fp8 import FP8
 from planted.gpu import GPU
 from planted.iterative import ITERATIVE
@@ -28,6 +29,7 @@ MUTANTS = [
     *BATCHES,
     *CRITIC,
     *FP8,
+    *FORMATS,
     *GPU,
     *ITERATIVE,
     *JAIL,

@@ -107,7 +107,7 @@ SYSTEM = [
         f"{TOKENIZER}::test_vocabulary_and_merges",
     ),
     (
-        "checkpoint/hf_folder.py",
+        "checkpoint/hf_files.py",
         "in (*SMALL, *CODE) for",
         "in SMALL for",
         "unit/checkpoint/test_hf.py::test_files_of_config_and_tokenizer_are_copied",

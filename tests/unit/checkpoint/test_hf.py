@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from two_devices import there, two_devices
 
 from megarl.checkpoint.hf import export_hf
-from megarl.checkpoint.hf_folder import copy_model_files
+from megarl.checkpoint.hf_files import copy_model_files
 from megarl.config.schema import Create
 from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
