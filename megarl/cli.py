@@ -214,6 +214,10 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
         from megarl.launch.worker import run_external
 
         return run_external(config, env, command)
+    if config.launch.topology == "split":
+        from megarl.launch.run_split import run_split
+
+        return run_split(config)
     from megarl.launch.spawn import spawn_ranks
 
     return spawn_ranks(config, job, command)
@@ -256,7 +260,8 @@ def _run(
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
         with suppress(FileNotFoundError):  # no step has finished
             if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
-                _write_plan(config, job.world, env.local_world_size if env.has_launcher else job.world)
+                is_split, world = config.launch.topology == "split", job.world
+                _write_plan(config, world, 8 if is_split else env.local_world_size if env.has_launcher else world)
             _report([run_dir(config)])
     return code
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.shards import ShardSlice
-from megarl.weights.publish import slice_checksum
+from megarl.weights.placement_check import slice_checksum
 
 
 @dataclass(frozen=True, slots=True)

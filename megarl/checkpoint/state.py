@@ -31,7 +31,7 @@ from megarl.checkpoint.pickles import check_pickles
 from megarl.checkpoint.torch_dist import REFERENCE, stored_objects
 from megarl.checkpoint.writer import Writing, all_ranks
 from megarl.platform.atomic import write_atomic
-from megarl.roles import Prompts, Stateful
+from megarl.roles import Stateful
 from megarl.types import ObjectiveState
 
 
@@ -72,7 +72,7 @@ class Checkpoints:
 
     folder: Path
     trained: Trained
-    prompts: Prompts
+    prompts: Stateful
     state: InitVar[ObjectiveState]  # before the first step
     _: KW_ONLY
     every: int  # steps, and after the last one; 0: never

@@ -286,6 +286,9 @@ class Launch(Section):
     # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
     processes_per_node: PositiveInt | None = None
     timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
+    # split: how often, in all, a lost engine is started again, or the trainer from its last checkpoint; then exit 3
+    max_restarts: NonNegativeInt = 3
+    dashboard: bool = False  # split: Ray's, on this machine's loopback
 
 
 class Moe(Section):

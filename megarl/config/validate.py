@@ -22,6 +22,7 @@ from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config, Task
 from megarl.config.section import did_you_mean
+from megarl.config.topology import check_topology
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
@@ -30,7 +31,7 @@ from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "launch.topology", "rollout.expert", "rollout.replicas", "rollout.max_staleness",
+    "rollout.expert", "rollout.max_staleness",
 )  # fmt: skip
 
 
@@ -53,15 +54,16 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     has_engine = config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS
     _check_available(config)
     shape = model_shape(config)
-    gpus = count_gpus()
-    smallest = smallest_world(config.parallel.sizes, config.rollout.tensor)
-    world = env.world_size if env.has_launcher else config.launch.processes or gpus or smallest
+    gpus, is_split = count_gpus(), config.launch.topology == "split"
+    smallest = smallest_world(config.parallel.sizes, 1 if is_split else config.rollout.tensor)
+    world = env.world_size if env.has_launcher else config.launch.processes or (0 if is_split else gpus) or smallest
+    check_topology(config, env, shape, command)
     model_checks.check_model(config, shape)
     _check_moe(config, shape)
     model_checks.check_router_replay(config, shape, gpus)
     if gpus:
         model_checks.check_gpu_trainer(config, shape)
-    elif has_engine:
+    elif has_engine and not is_split:  # whose engines may be on another machine: launch.run_split
         model_checks.check_cpu_engine(config, shape)
     if has_engine:
         model_checks.check_fp8_rollout(config, shape, gpus)
@@ -86,7 +88,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         world=world,
         gpus=gpus,
         layout=layout,
-        replicas=world // config.rollout.tensor,
+        replicas=config.rollout.replicas or 1 if is_split else world // config.rollout.tensor,
         model=shape,
         rows=rows,
         longest_row=longest,
@@ -134,7 +136,8 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
-    for axes, product in (config.parallel.sizes.divisors | {"rollout.tensor": config.rollout.tensor}).items():
+    engine = {} if config.launch.topology == "split" else {"rollout.tensor": config.rollout.tensor}
+    for axes, product in (config.parallel.sizes.divisors | engine).items():
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
             raise ValueError(

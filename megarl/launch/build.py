@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from megarl.planner.weight_sync import rollout_format
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
-from megarl.roles import Prompts
+from megarl.roles import Stateful
 from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -73,10 +73,17 @@ class Rank:
     phase: CurrentPhase
 
     @classmethod
-    def of(cls, config: Config, env: Env, device: Device, phase: CurrentPhase | None = None) -> Rank:
-        """torch.distributed must be initialised."""
+    def of(
+        cls,
+        config: Config,
+        env: Env,
+        device: Device,
+        phase: CurrentPhase | None = None,
+        layout: Layout | None = None,
+    ) -> Rank:
+        """torch.distributed must be initialised if there are several ranks."""
         assert config.model.path is not None, "the launcher must set model.path"
-        layout = Layout.of(config.parallel.sizes, env.world_size, env.rank)
+        layout = layout or Layout.of(config.parallel.sizes, env.world_size, env.rank)
         transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
         commits = set(transport.gather(config.model.revision))
         if len(commits) > 1:
@@ -88,17 +95,19 @@ class Rank:
 
 
 @contextmanager
-def open_rank(config: Config, env: Env, phase: CurrentPhase) -> Iterator[Rank]:
-    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone."""
+def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) -> Iterator[Rank]:
+    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone.
+
+    `store`: where the ranks meet; None: as their launcher arranged it."""
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     if device.is_cuda:
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
-    if env.has_launcher and not env.launched:
+    if store is None and env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = make_store(env, timeout)
+        store = make_store(env, timeout) if store is None else store
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
@@ -130,6 +139,10 @@ def make_trainer(
         | ({"moe_router_fusion": False} if replays else {}),
         beside=beside,
     )
+
+
+def make_objective(config: Config) -> Objective:
+    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
 
 
 def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLearner | ActorCritic:
@@ -206,7 +219,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank, trainer: Trainer, prompts: Prompts, state: ObjectiveState, further: Further | None = None
+    rank: Rank, trainer: Trainer, prompts: Stateful, state: ObjectiveState, further: Further | None = None
 ) -> Checkpoints:
     config = rank.config
     _storage(rank)  # an impossible export fails now
@@ -224,10 +237,15 @@ def make_checkpoints(
     )
 
 
+class Saves(Protocol):
+    """Checkpoints, here or on other ranks."""
+
+    def save(self) -> None: ...
+    def finish(self) -> None: ...
+
+
 @contextmanager
-def saved(
-    trainers: Sequence[Trainer], checkpoint: Checkpoints, sleep: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def saved(trainers: Sequence[Trainer], checkpoint: Saves, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield

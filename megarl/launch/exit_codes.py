@@ -83,9 +83,13 @@ def to_record(failure: Failure) -> str:
     return json.dumps(asdict(failure))
 
 
+def parse_record(text: str) -> Failure:
+    return Failure(**json.loads(text))
+
+
 def first_failure(records: Iterable[str]) -> Failure | None:
     """Returns the earliest recorded failure; if simultaneous, a refused check comes before the bugs it may cause."""
-    failures = sorted((Failure(**json.loads(text)) for text in records if text), key=lambda failure: failure.time_s)
+    failures = sorted(map(parse_record, filter(None, records)), key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
         failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
     return next(iter(failures), None)

@@ -6,10 +6,11 @@ checks.max_logprob_diff sets a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +26,12 @@ from megarl.algorithms.parity import (
     rounding_floor,
 )
 from megarl.data.collate import take_rows, token_batch
-from megarl.debug.sublayers import rounding_errors
-from megarl.rollout.engine import Engine
-from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
+
+if TYPE_CHECKING:  # its module imports Megatron-Core, which the controller of the split topology does without
+    from megarl.trainer.trainer import Trainer
 
 PROBE_PROMPTS = 8
 MOE_PROBE_PROMPTS = 32
@@ -38,6 +39,15 @@ PROBE_TOKENS = 32  # that the engine adds to each
 DRAWS, ENOUGH = 4, 2048  # of rounding errors, at most; tokens in all draws
 REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
+
+
+class ScoringEngine(Protocol):
+    """A replica of the engine (rollout.engine.Engine)."""
+
+    @property
+    def is_asleep(self) -> bool: ...
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
+    def score(self, rows: Iterable[Tensor]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,8 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantize
 
     With a quantizer, these are of the weights that the engine has, and there is one more of those that are trained.
     """
+    from megarl.debug.sublayers import rounding_errors
+
     eps = rounding_of(trainer, is_fp8=quantizer is not None)
     trained_K, noise = trainer.logprobs(batch)[batch.mask], []
     with through_fp8(trainer, quantizer):
@@ -100,7 +112,7 @@ class ParityChecks:
 
     transport: Transport
     measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    engine: Engine
+    engines: Sequence[ScoringEngine]  # this rank's; in the split topology all replicas, or none where only the gate is
     prompts: Sequence[Sequence[int]]  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
@@ -131,19 +143,22 @@ class ParityChecks:
         random tokens lie, low precision is at its worst. Both sides score them at temperature 1.
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
-        completed = self.engine.complete(self.prompts, max_tokens=self.max_tokens)
+        completed = self.engines[0].complete(self.prompts, max_tokens=self.max_tokens)
         rows = self._of_rank_0(torch.cat(completed)).split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         if self.replays:
-            scores, routes = self.engine.score_with_routes(rows)
-            batch = replace(batch, routes=self.transport.gather(routes)[0])
+            engine: Any = self.engines[0]  # in this process
+            scores, routes = engine.score_with_routes(rows)
+            all_scores, batch = [scores], replace(batch, routes=self.transport.gather(routes)[0])
         else:
-            scores = self.engine.score(rows)
+            all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
         floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
-        scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
-        found = self.transport.gather(Quantiles.of(self._of_rank_0(measured.logprobs_K) - scores_K))
+        logprobs_K, found = self._of_rank_0(measured.logprobs_K), list[Quantiles]()
+        for scores in all_scores:
+            scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
+            found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
@@ -191,7 +206,7 @@ class ParityChecks:
     def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
         """Found on the first rows; guessed from the distribution of differences where the engine cannot compute."""
         guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
-        if self.find is None or any(self.transport.gather(self.engine.is_asleep)):
+        if self.find is None or any(self.transport.gather(self.engines[0].is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"
         few, logprobs_T = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
         return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"

@@ -22,10 +22,10 @@ import torch
 
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-from megarl.trainer.trainer import Trainer
 
 if TYPE_CHECKING:  # its module imports vLLM
     from megarl.rollout.engine import Engine
+    from megarl.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)

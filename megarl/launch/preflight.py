@@ -72,12 +72,14 @@ def describe(config: Config, job: Job) -> str:
     samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage in ENGINE_STAGES else ""
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage in ENGINE_STAGES else ""
+    is_split = config.launch.topology == "split"
+    where = "trainer ranks in a Ray cluster" if is_split else f"on {device}"
     lines = [
         resolved_yaml(config).rstrip(),
         "",
         f"model      {shape.family}: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
         f"({shape.kv_heads} kv), vocabulary {shape.vocab}{moe}",
-        f"processes  {job.world} on {device}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
+        f"processes  {job.world} {where}; Megatron-Core: {job.layout} (data {job.layout.dp.size}){engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most {job.longest_row} tokens; "
         f"{train.updates_per_step} updates of {per_update} rows{epochs}, "
         f"micro-batches of at most {train.max_tokens_per_microbatch} tokens",

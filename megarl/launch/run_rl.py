@@ -32,6 +32,7 @@ from megarl.launch.build import (
     make_checkpoints,
     make_evaluation,
     make_learner,
+    make_objective,
     make_prompts,
     make_quantizer,
     make_trainer,
@@ -54,16 +55,15 @@ from megarl.launch.parity import (
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
-from megarl.models.engine import engine_table
-from megarl.models.fp8 import scale_shapes, with_scales
+from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shards import slices_of
-from megarl.planner.weight_sync import fleet_of, plan_of, rollout_format
+from megarl.planner.weight_sync import fleet_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
+from megarl.rollout.publisher import make_publisher
 from megarl.rollout.reward_shaping import Shaping
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
@@ -73,7 +73,7 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
 PARITY_PROMPTS = 8
 ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
@@ -107,7 +107,7 @@ def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(config, env, phase) as rank:
         trainer, engine, *_ = _synced(rank)
         exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-        _evaluation(rank, exchange, 0).run(0)
+        evaluation_of(rank, exchange, 0).run(0)
 
 
 def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
@@ -156,7 +156,7 @@ def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     """A few prompts, sampled as in a run and not scored."""
     exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
-    rollout = replace(_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
@@ -212,12 +212,12 @@ def train_policy(
         timed = learner.timed(phases.part)
         run = RlRun(
             prompts=ledger,
-            rollouts=_rollouts(rank, exchange, ledger),
+            rollouts=make_rollouts(rank, exchange, ledger),
             collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
-            evaluation=_evaluation(rank, exchange, start, evaluated=telemetry.evaluated),
+            evaluation=evaluation_of(rank, exchange, start, evaluated=telemetry.evaluated),
             checks=parity,
             phases=phases,
             checkpoint=checkpoint,
@@ -231,10 +231,6 @@ def train_policy(
             loop(run)
     trainer.memory.onload_all()
     return trainer
-
-
-def make_objective(config: Config) -> Objective:
-    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
 
 
 def _engine_share(rank: Rank) -> Rollout:
@@ -298,7 +294,7 @@ def _exchange(
     )
 
 
-def _rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> Rollouts:
+def make_rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
@@ -314,7 +310,7 @@ def _rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> R
     )
 
 
-def _evaluation(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
+def evaluation_of(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
     config = rank.config
 
     def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
@@ -348,7 +344,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     return ParityChecks(
         rank.transport,
         partial(measure_logprobs, trainer, quantizer=quantizer),
-        engine,
+        [engine],
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
@@ -369,22 +365,6 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
         weights = weights.in_fp8(scale_shapes(shape, fmt))
         sender = quantizer.sender(trainer.parameters_by_name)
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    ranks = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
-    if shape.bridge:
-        table, kept = None, rank.transport.gather(list(engine.receiver.slices))
-        plan = plan_slices(weights, trainer.slices_by_rank(), kept, round_bytes=config.sync.round_bytes, **ranks)
-    else:
-        table = engine_table(shape)
-        table = slices_of(with_scales(table, fmt) if fmt else table, shape, fleet.engine_layout(env.rank))
-        plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
-    return Publisher(
-        plan,
-        sender,
-        engine.receiver,
-        rank.transport,
-        weights,
-        table=table,
-        probe=probe,
-        is_atomic=config.sync.atomic,
-        **ranks,
-    )
+    is_cuda = rank.device.is_cuda
+    options = {"is_cuda": is_cuda, "weights": weights, "probe": probe}
+    return make_publisher(config, shape, fleet, rank.transport, sender, engine.receiver, **options)

@@ -40,7 +40,7 @@ POLL_S = 0.05
 def spawn_ranks(config: Config, job: Job, command: str) -> int:
     """Run `command` on `job.world` local ranks; returns the exit code of the job."""
     folder = run_dir(config)
-    with _lock(folder):
+    with lock_run_dir(folder):
         file = prepare_run_dir(config, command)
         started = time.time()
         unlink_dead()
@@ -57,13 +57,13 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
             unlink_shm(shm, lock=True)
         code = failure.code if failure else exit_codes.DONE
         if failure:
-            print(_message(failure, folder, ranks.left_running), file=sys.stderr, flush=True)
+            print(message_of(failure, folder, ranks.left_running), file=sys.stderr, flush=True)
         exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
         return code
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[None]:
     """Lock the run directory against a second run of the same name; the kernel releases it however the run ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ class _Ranks:
             process.wait()
 
 
-def _message(failure: Failure, folder: Path, left_running: list[str]) -> str:
+def message_of(failure: Failure, folder: Path, left_running: list[str]) -> str:
     """The message on the terminal when a job fails."""
     if failure.code in (exit_codes.STOPPED, exit_codes.TERMINATED):
         return f"megarl: {failure.message}; results so far are in {folder}"

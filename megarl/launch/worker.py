@@ -52,7 +52,7 @@ def run_external(config: Config, env: Env, command: str) -> int:
 def run_rank(config: Config, env: Env, command: str) -> int:
     """Run `command` (train, check, or one of ENGINE_COMMANDS) on this rank; returns its exit code. Never raises."""
     folder = run_dir(config)
-    terminal = _redirect_output(folder / "logs" / f"rank_{env.rank}.log")
+    terminal = redirect_output(folder / "logs" / f"rank_{env.rank}.log")
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
@@ -121,7 +121,7 @@ def _die_with_parent(launcher_pid: int) -> None:
         os._exit(exit_codes.STOPPED)
 
 
-def _redirect_output(log: Path) -> TextIO:
+def redirect_output(log: Path) -> TextIO:
     """Redirect file descriptors 1 and 2 to `log`; returns the former standard output."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

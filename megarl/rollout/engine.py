@@ -22,22 +22,29 @@ from torch import Tensor
 
 from megarl.config.schema import Rollout
 from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import quantization_config, scale_shapes
+from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
+from megarl.rollout.arguments import (
+    completion_params,
+    engine_settings,
+    is_eager,
+    sample_of,
+    sampling_params,
+    scoring_params,
+)
 from megarl.rollout.routes import RouteCapture, capture_of
-from megarl.types import CheckFailed, Finish, Request, Routes, Sample
+from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
     from megarl.rollout.weight_loader import LayerReceiver
 
 Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
-FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 class Engine:
@@ -83,28 +90,11 @@ class Engine:
         from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
-        on_cpu = not torch.cuda.is_available()
-        eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        quantization = quantization_config(read_model(folder), fp8) if fp8 else None
+        eager = is_eager(rollout)
+        settings = engine_settings(folder, rollout, dtype, fp8, trust_remote_code=trust_remote_code)
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), quiet:
-            settings: dict[str, Any] = {
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "trust_remote_code": trust_remote_code,
-                "dtype": str(dtype).removeprefix("torch."),
-                "hf_overrides": {"quantization_config": quantization},  # not that of the folder
-                "tensor_parallel_size": rollout.tensor,
-                "distributed_executor_backend": "external_launcher",
-                "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
-                "gpu_memory_utilization": rollout.gpu_memory_utilization,
-                "enforce_eager": eager,
-                **_device_settings(rollout, on_cpu=on_cpu),
-                "logprobs_mode": "processed_logprobs",
-                "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
-            }
-            settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
-            llm = LLM(str(folder), **settings)
+            llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
         unlink_shm(prefix, lock=not env.launched)
@@ -166,32 +156,13 @@ class Engine:
                 f"the engine has no verified weights of version {version} "
                 f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
-        from vllm import SamplingParams
-
-        limit = self.max_model_len - 1
-        for request in requests:
-            if not 0 < len(request.prompt.tokens) <= limit:
-                raise ValueError(
-                    f"prompt {request.prompt.prompt_id} has {len(request.prompt.tokens)} tokens, but the engine "
-                    f"accepts 1 to {limit}; drop the prompt or raise rollout.max_prompt_tokens"
-                )
         params = [
-            SamplingParams(
-                temperature=request.temperature,
-                seed=request.seed,
-                max_tokens=min(self._rollout.max_tokens, self.max_model_len - len(request.prompt.tokens)),
-                stop_token_ids=self._stop_token_ids,
-                logprobs=0,  # the sampled token only
-                flat_logprobs=True,  # one list, instead of a dictionary per token
-                detokenize=False,
-                skip_clone=True,  # the copy would be deep
-            )
-            for request in requests
+            sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len) for request in requests
         ]
         samples: dict[int, Sample] = {}
         capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: _sample(requests[number], output, version, capture) for number, output in outputs}
+            new = {number: sample_of(requests[number], output, version, capture) for number, output in outputs}
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -199,13 +170,8 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        from vllm import SamplingParams
-
-        room = [min(max_tokens, self.max_model_len - 1 - len(prompt)) for prompt in prompts]
-        params = [
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            for seed, tokens in enumerate(room)
-        ]
+        limit = self.max_model_len
+        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
@@ -220,15 +186,12 @@ class Engine:
             return self._score(rows, self._capture)
 
     def _score(self, rows: Iterable[Tensor], capture: RouteCapture | None) -> tuple[list[Tensor], tuple[Routes, ...]]:
-        from vllm import SamplingParams
-
         def read(output: Any, length: int) -> tuple[Tensor, Routes | None]:
             return torch.tensor(output.prompt_logprobs.logprobs), capture and capture.of(output, length)
 
         prompts = [row.tolist() for row in rows]
         # prompts with log-probs are computed anew, not found in the prefix cache
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        found = self._uncommitted(prompts, [params] * len(prompts), read)
+        found = self._uncommitted(prompts, [scoring_params()] * len(prompts), read)
         return [scores for scores, _ in found], tuple(routes for _, routes in found if routes)
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -300,48 +263,6 @@ class Engine:
 
 def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-
-
-def _sample(request: Request, output: RequestOutput, version: int, capture: RouteCapture | None) -> Sample:
-    answer = output.outputs[0]
-    prompt, response = list(request.prompt.tokens), list(answer.token_ids)
-    skipped = len(prompt)
-    logprobs = torch.zeros(skipped + len(response))
-    logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
-    return Sample(
-        prompt_id=request.prompt.prompt_id,
-        index=request.index,
-        tokens=torch.tensor(prompt + response),
-        trainable=torch.arange(skipped + len(response)) >= skipped,
-        rollout_logprobs=logprobs,
-        versions=sample_versions(skipped, [(version, 0, len(response))]),
-        finish=FINISHES.get(answer.finish_reason, "abort"),
-        prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
-        routes=None if capture is None else capture.of(output, len(logprobs)),
-    )
-
-
-def sample_versions(prompt_tokens: int, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """[L] int32: `Sample.versions` of a prompt and a response with these (version, start, end), one after the other."""
-    rows = [torch.full((end - start,), version, dtype=torch.int32) for version, start, end in spans]
-    return torch.cat([torch.full((prompt_tokens,), -1, dtype=torch.int32), *rows])
-
-
-def _device_settings(rollout: Rollout, *, on_cpu: bool) -> dict[str, Any]:
-    return {
-        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
-        "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
-        "moe_backend": _moe_backend(),
-        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
-        "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
-        "enable_return_routed_experts": rollout.router_replay == "engine" and not on_cpu,
-    }
-
-
-def _moe_backend() -> str:
-    """On Blackwell, vLLM's own choice rounds the width of experts up, and the rows it adds are no checkpoint's."""
-    is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
-    return "triton" if is_blackwell else "auto"
 
 
 def _prepare(env: Env) -> str:

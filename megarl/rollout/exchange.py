@@ -13,6 +13,7 @@ that before anything is sent, so that its peers do not wait for it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,9 +29,21 @@ from torch import Tensor
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Routes, Sample, Terminated
+from megarl.types import (
+    SAMPLE_TENSORS,
+    CheckFailed,
+    Request,
+    Routes,
+    Sample,
+    ScoredBatch,
+    Terminated,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+)
 
 LENGTH_BYTES = 8  # of the header's length
+BATCHES = {kind.__name__: kind for kind in (TokenBatch, TrainBatch, ScoredBatch, TokenScores)}
 ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
@@ -152,6 +166,40 @@ def pack(samples: Sequence[Sample]) -> Tensor:
     text = json.dumps(rows).encode()
     data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     return torch.cat([torch.frombuffer(data, dtype=torch.uint8), *(column.view(torch.uint8) for column in columns)])
+
+
+def pack_batch(value: Any) -> Any:
+    """A batch, or scores, as flat bytes [L] uint8: [header length | JSON header | tensors]; anything else as it is."""
+    if type(value).__name__ not in BATCHES:
+        return value
+    tensors, header = list[Tensor](), dict[str, Any]()
+    for field in fields(value):
+        content = getattr(value, field.name)
+        if isinstance(content, Tensor):
+            tensors.append(content.contiguous().flatten().view(torch.uint8))
+            content = [str(content.dtype).removeprefix("torch."), list(content.shape)]
+        elif field.name == "routes":
+            assert not content, "only the colocated topology replays routes"
+            continue
+        header[field.name] = content
+    text = json.dumps([type(value).__name__, header]).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8)
+    return torch.cat([head, *tensors]).numpy()
+
+
+def unpack_batch(data: Any) -> Any:
+    """What `pack_batch` packed, with equal values and dtypes."""
+    if not isinstance(data, np.ndarray):
+        return data
+    offset = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
+    name, values = json.loads(data[LENGTH_BYTES:offset].tobytes())
+    for field, content in values.items():
+        if isinstance(content, list):
+            dtype, shape = getattr(torch, content[0]), content[1]
+            end = offset + dtype.itemsize * math.prod(shape)
+            copy = torch.from_numpy(data[offset:end].copy())
+            values[field], offset = copy.view(dtype).reshape(shape), end
+    return BATCHES[name](**values)
 
 
 def unpack(part: Tensor) -> list[Sample]:

@@ -11,14 +11,17 @@ side with n copies of a tensor, as its element count shows, has n times the sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
+from megarl.weights.checksum import positional_checksum
+from megarl.weights.execute import Encoder, encoded_slice, strided_view
 from megarl.weights.transports import Transport
 
 
@@ -32,7 +35,7 @@ class PlacementCheck:
         """A collective. Raises CheckFailed, on all ranks, naming replicas and tensors.
 
         `sent`, `received`: [2, tensors] int64, the elements and checksums of the trainer's and of the engine's slices
-        on this rank (publish.sums_by_tensor).
+        on this rank (sums_by_tensor).
         """
         replicas = len(self.receivers) // self.ranks_per_replica
         # [trainer and replicas, (elements, checksum), tensors]
@@ -54,3 +57,28 @@ class PlacementCheck:
                 f"slices of weights are in the wrong place, although every message arrived intact: {shown}{rest}; "
                 "the model family's table or the plan is wrong, or trainer replicas have different weights"
             )
+
+
+def slice_checksum(
+    part: ShardSlice,
+    parameters: Mapping[str, Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    encoder: Encoder | None = None,
+) -> Tensor:
+    """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its parameter."""
+    tensor, start = parameters[part.param], part.start
+    if encoder and part.name in encoder.names:
+        return positional_checksum(encoded_slice(tensor, part, encoder), start)
+    view = strided_view(tensor, part, part.shape, dtype)
+    if len(part.shape) > len(shape):  # its last dim viewed as pairs
+        view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
+    return positional_checksum(view, start)
+
+
+def sums_by_tensor(names: Iterable[str], slices: Sequence[ShardSlice], checksums: Tensor) -> Tensor:
+    """Returns [2, names] int64: elements and positional checksum, summed over the slices of each tensor."""
+    number = {name: index for index, name in enumerate(names)}
+    index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)
+    numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=checksums.device)
+    return checksums.new_zeros(2, len(number)).index_add(1, index, torch.stack([numel, checksums]))

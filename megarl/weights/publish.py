@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,9 +37,8 @@ from megarl.models.fp8 import SCALE
 from megarl.models.shards import ElementSizes, ShardSlice, as_pairs, first_mismatch, in_units, shapes_in_units
 from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed, PublishReport
-from megarl.weights.checksum import positional_checksum
-from megarl.weights.execute import Encoder, PlanExecutor, encoded_slice, strided_view
-from megarl.weights.placement_check import PlacementCheck
+from megarl.weights.execute import Encoder, PlanExecutor
+from megarl.weights.placement_check import PlacementCheck, slice_checksum, sums_by_tensor
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
 from megarl.weights.transports import Transport
 
@@ -206,6 +205,17 @@ class Publisher:
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
         began = time.perf_counter()
+        if self.transfer(version) and self.probe:
+            try:
+                with _stating(REFUSES):
+                    self.probe.check()
+            except BaseException:
+                self.abort()
+                raise
+        return self.commit(version, began)
+
+    def transfer(self, version: int) -> bool:
+        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due."""
         with _stating(KEEPS):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self._parameters()
@@ -221,12 +231,17 @@ class Publisher:
                 self._agree(self._seal())
                 if prove:
                     self._check_placement(parameters)
-                    if self.probe:
-                        self.probe.check()
         except BaseException:
-            if self.receiver:
-                self.receiver.abort()
+            self.abort()
             raise
+        return prove
+
+    def abort(self) -> None:
+        if self.receiver:
+            self.receiver.abort()
+
+    def commit(self, version: int, began: float) -> PublishReport:
+        """The engine serves `version` from now on; `began`: time.perf_counter() when the sync began."""
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
@@ -354,31 +369,6 @@ class Publisher:
 
     def _count(self, flag: bool) -> int:
         return int(self.transport.sum(torch.tensor(int(flag), device=self._device)))
-
-
-def slice_checksum(
-    part: ShardSlice,
-    parameters: Mapping[str, Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    encoder: Encoder | None = None,
-) -> Tensor:
-    """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its parameter."""
-    tensor, start = parameters[part.param], part.start
-    if encoder and part.name in encoder.names:
-        return positional_checksum(encoded_slice(tensor, part, encoder), start)
-    view = strided_view(tensor, part, part.shape, dtype)
-    if len(part.shape) > len(shape):  # its last dim viewed as pairs
-        view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
-    return positional_checksum(view, start)
-
-
-def sums_by_tensor(names: Iterable[str], slices: Sequence[ShardSlice], checksums: Tensor) -> Tensor:
-    """Returns [2, names] int64: elements and positional checksum, summed over the slices of each tensor."""
-    number = {name: index for index, name in enumerate(names)}
-    index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)
-    numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=checksums.device)
-    return checksums.new_zeros(2, len(number)).index_add(1, index, torch.stack([numel, checksums]))
 
 
 @contextmanager

@@ -164,7 +164,13 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     )
     prompts = torch.randint(shape.vocab, (4, 8), generator=torch.Generator().manual_seed(20)).tolist()
     parity = ParityChecks(
-        transport, partial(measure_logprobs, policy.trainer), engine, prompts, max_tokens=16, max_diff=1e-4, always=True
+        transport,
+        partial(measure_logprobs, policy.trainer),
+        [engine],
+        prompts,
+        max_tokens=16,
+        max_diff=1e-4,
+        always=True,
     )
     publisher = Publisher(
         plan,

@@ -289,7 +289,7 @@ class Launch:
         probe = ParityChecks(
             transport,
             self.reference.measure,
-            self.engine,
+            [self.engine],
             torch.randint(0, self.shape.vocab, (4, 8), generator=torch.Generator().manual_seed(7)).tolist(),
             max_tokens=16,
             max_diff=1e-4 if self.dtype == torch.float32 else math.inf,  # near-ties of two experts

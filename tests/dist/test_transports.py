@@ -22,11 +22,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from start_ranks import start_ranks
 from transport_ranks import FLEETS, NODES, ROUND
+
+from megarl.platform.env import child_env
 
 pytestmark = pytest.mark.long  # half a minute: starting ranks, and waiting for those that do not come
 
@@ -136,3 +140,14 @@ def test_a_dead_rank_is_named(ranks):
         assert seen["after dead"] == 1 and seen["holds after dead"]
         output = seen["barrier after dead"]
         assert re.match(r"ranks? [\d, ]*3 of 4 did not reach the weight sync of version 3", output), output
+
+
+def test_processes_of_different_worlds_share_a_group_leave_it_and_join_again(tmp_path):
+    """And a barrier that one of them will not reach can be ended from outside."""
+    command = [sys.executable, str(Path(__file__).parent / "group_ranks.py"), f"file:{tmp_path / 'store'}"]
+    environment = child_env(GLOO_SOCKET_IFNAME="lo")
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3"], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["passed\n"] * 3

@@ -14,6 +14,7 @@ from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
 from planted.routes import ROUTES
+from planted.split import SPLIT
 from planted.stages import STAGES
 from planted.staleness import STALE
 from planted.system import SYSTEM
@@ -40,6 +41,7 @@ MUTANTS = [
     *ROUTES,
     *STAGES,
     *STALE,
+    *SPLIT,
     *SYSTEM,
     *TRAINER,
     *UNTRUSTED,

@@ -196,7 +196,7 @@ BATCHES = [
         "unit/rollout/test_engine.py::test_samples_are_handed_over_as_they_are_finished_and_returned_in_order",
     ),
     (
-        "rollout/engine.py",
+        "rollout/arguments.py",
         "prompt_tokens_computed=skipped - (output.num_cached_tokens or 0)",
         "prompt_tokens_computed=skipped",
         "unit/rollout/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
@@ -400,7 +400,7 @@ BATCHES = [
         f"{CHAT}::test_refusals",
     ),
     (
-        "rollout/engine.py",
+        "rollout/arguments.py",
         'FINISHES.get(answer.finish_reason, "abort")',
         '"stop" if response[-1] == 2 else "length"',
         "unit/rollout/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
@@ -418,7 +418,7 @@ BATCHES = [
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
     (
-        "rollout/engine.py",
+        "rollout/arguments.py",
         '"enable_chunked_prefill": False if on_cpu else None',
         '"enable_chunked_prefill": None',
         f"{LOOP}::test_a_stop_text_ends_responses",

@@ -29,7 +29,7 @@ GPU = [
         DEVICES,
     ),
     (
-        "weights/publish.py",
+        "weights/placement_check.py",
         "torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)",
         "torch.tensor([number[part.name] for part in slices], dtype=torch.int64)",
         DEVICES,

@@ -1,4 +1,5 @@
-"""Messages between the ranks of torch.distributed's world, point to point: NCCL on GPUs, gloo on CPUs.
+"""Messages between the ranks of torch.distributed's world, or of a group across worlds, point to point: NCCL on GPUs,
+gloo on CPUs.
 
 Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it, during a sync the
 peer of the transfer that did not complete. A collective alone would only report a timeout.
@@ -7,6 +8,8 @@ peer of the transfer that did not complete. A collective alone would only report
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -18,26 +21,79 @@ from torch.distributed.constants import default_pg_timeout
 
 from megarl.types import CheckFailed
 
+BARRIER = "megarl/barrier"
 DIAGNOSIS_S = 10.0  # how long the survivors of a failed collective wait for each other
 _INSTANCES = count()  # every rank creates the same number of instances, in the same order
 
 
-class Collective:
-    """`timeout_s=None`: torch's default."""
+def open_store(address: str, name: str, timeout: timedelta) -> Any:
+    """The keys `name` of a store at "file:PATH" or "HOST:PORT", for processes that share no launcher."""
+    kind, _, where = address.partition(":")
+    store: Any = (
+        dist.FileStore(where, -1)  # pyright: ignore[reportPrivateImportUsage]
+        if kind == "file"
+        else dist.TCPStore(kind, int(where), is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
+    )
+    store.set_timeout(timeout)
+    return dist.distributed_c10d.PrefixStore(name, store)
 
-    def __init__(self, *, timeout_s: float | None = None) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+@dataclass(frozen=True)
+class Group:
+    """A process group across worlds: its members' default groups are others, and dist.get_rank knows only those."""
+
+    process_group: Any
+    store: Any
+
+    @classmethod
+    def join(cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta) -> Group:
+        """A collective of the group's `world` members; after a death, the rest join again under another `name`."""
+        backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+        helper: Any = dist.distributed_c10d._new_process_group_helper
+        process_group, _ = helper(world, rank, [], backend, store, group_name=name, timeout=timeout)
+        dist.distributed_c10d._world.pg_group_ranks[process_group] = {number: number for number in range(world)}
+        return cls(process_group, store)
+
+    def leave(self) -> None:
+        """Ends the connections; works without the others."""
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(self.process_group)
+
+
+def end_barrier(address: str, name: str, number: int, absent: str, timeout: timedelta) -> None:
+    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those that will not come."""
+    store = dist.distributed_c10d.PrefixStore(BARRIER, open_store(address, name, timeout))
+    store.compare_set(f"{number}/verdict", "", absent)
+
+
+class Collective:
+    """Of the default group, or another. `timeout_s=None`: torch's default."""
+
+    def __init__(self, *, timeout_s: float | None = None, group: Group | None = None) -> None:
+        self._joined, self._group = group, group.process_group if group else None
+        self.rank, self.world = (
+            (group.process_group.rank(), group.process_group.size())
+            if group
+            else (dist.get_rank(), dist.get_world_size())
+        )
         self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
         self._barriers = count()
-        store: Any = dist.distributed_c10d._get_default_store()  # the store that the ranks used for rendezvous
-        self._store = dist.distributed_c10d.PrefixStore(f"megarl/barrier/{next(_INSTANCES)}", store)
+        # the store that the ranks used for rendezvous
+        store: Any = group.store if group else dist.distributed_c10d._get_default_store()
+        name = BARRIER if group else f"{BARRIER}/{next(_INSTANCES)}"
+        self._store = dist.distributed_c10d.PrefixStore(name, store)
+
+    def leave(self) -> None:
+        """Ends the connections of a group across worlds; works without the others."""
+        if self._joined:
+            self._joined.leave()
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
         transfers = [(f"rank {peer} did not accept", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
         transfers += [(f"rank {peer} did not send", dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
         operations = [
             # as bytes, so that gloo and NCCL need not support the dtype
-            dist.P2POp(kind, flat.view(torch.uint8), peer)
+            dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
             for _, kind, flat, peer in transfers
         ]
         works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
@@ -82,12 +138,12 @@ class Collective:
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()
-        self._run(lambda: dist.all_reduce(total))
+        self._run(lambda: dist.all_reduce(total, group=self._group))
         return total
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
-        self._run(lambda: dist.all_gather_object(values, value))
+        self._run(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def _run(self, collective: Callable[[], object]) -> None:

@@ -27,6 +27,7 @@ URL = "http://localhost:8000/v1"
 DISTILL = {"algorithm": {"preset": "distill"}}
 MIXTURE = [{"name": "jsonl:a.jsonl"}, {"name": "jsonl:b.jsonl"}]
 
+SPLIT = {"launch": {"topology": "split"}}
 ITERATIVE = {
     "stage": "iterative_grpo",
     "train": {"steps": 99},
@@ -89,6 +90,17 @@ def test_torchrun_sets_the_world() -> None:
             {"family": "qwen3_moe", "experts": 4},
             ["moe.bias_update_rate=0.001", "qwen3_moe have no bias", "moe.aux_loss"],
         ),
+        ({"rollout": {"replicas": 2}}, {}, ["rollout.replicas=2", "launch.topology=split", "remove it"]),
+        ({"launch": {"dashboard": True}}, {}, ["launch.dashboard=True", "launch.topology=split"]),
+        ({"launch": {"max_restarts": 9}}, {}, ["launch.max_restarts=9", "the same command resumes"]),
+        ({**SPLIT, "stage": "best_of_n"}, {}, ["launch.topology=split", "not for stage=best_of_n", "colocated"]),
+        ({**SPLIT, "train": {"offload": ["optimizer"]}}, {}, ["train.offload=['optimizer']", "shares none; unset it"]),
+        ({**SPLIT, "rollout": {"sleep_level": 1}}, {}, ["rollout.sleep_level=1", "shares none; unset it"]),
+        (
+            {**SPLIT, "rewards": [{"name": "model", "options": {"path": "rm"}}]},
+            {},
+            ["name='model' scores on the trainer's ranks", "serve-reward"],
+        ),
         ({"rollout": {"router_replay": "engine"}}, {}, ["rollout.router_replay=engine", "qwen3", "no experts"]),
         (
             {"rollout": {"router_replay": "trainer"}},
@@ -118,7 +130,6 @@ def test_torchrun_sets_the_world() -> None:
             {"family": "qwen3_moe", "experts": 4},
             ["router_replay=engine", "moe_router_fusion=true"],
         ),
-        ({"launch": {"topology": "split"}}, {}, ["launch.topology=split", "colocated"]),
         ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
         ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),
         ({"rewards": [{"name": "model"}]}, {}, ["name='model' needs options.path", "iterative_grpo"]),
@@ -662,3 +673,14 @@ def test_an_optimizer_on_the_host_is_not_offloaded_too(monkeypatch: pytest.Monke
     check_config(made({"train": train}), ALONE)
     with pytest.raises(ValueError, match=r"train.offload=\['optimizer'\] must not move it; remove optimizer"):
         check_config(made({"train": {**train, "offload": ["optimizer"]}}), ALONE)
+
+
+def test_the_split_topology_counts_trainers_and_engines_apart() -> None:
+    config = made({**SPLIT, "rollout": {"tensor": 2, "replicas": 3}, "parallel": {"tensor": 2}})
+    job = check_config(config, ALONE)
+    assert (job.world, job.replicas) == (2, 3), "not the least multiple of both sides"
+    with pytest.raises(ValueError, match="not by torchrun; run `megarl train`"):
+        check_config(config, Env(0, 2, has_launcher=True))
+    for command in ("eval", "parity", "sync"):
+        with pytest.raises(ValueError, match=f"not for `megarl {command}`; set launch.topology=colocated"):
+            check_config(config, ALONE, command=command)

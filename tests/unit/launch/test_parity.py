@@ -52,7 +52,7 @@ class Trainer:
 
 def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
     trainer = Trainer()
-    return ParityChecks(InProcess(), trainer, Engine(error), PROMPTS, 24, **options), trainer
+    return ParityChecks(InProcess(), trainer, [Engine(error)], PROMPTS, 24, **options), trainer
 
 
 def scored(num_rows: int, **values: Any) -> ScoredBatch:
@@ -186,8 +186,9 @@ def test_a_refusal_names_the_cause_where_the_engine_can_compute() -> None:
     find.cause = None
     with pytest.raises(CheckFailed, match=r"; cause: the engine gives nearly all tokens less probability"):
         parity.parity(batch)
-    assert isinstance(parity.engine, Engine)
-    parity.engine.is_asleep = True
+    (engine,) = parity.engines
+    assert isinstance(engine, Engine)
+    engine.is_asleep = True
     with pytest.raises(CheckFailed, match=r"less probability.*`megarl check --parity` looks for the cause"):
         parity.parity(batch)
 

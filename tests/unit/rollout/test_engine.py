@@ -12,7 +12,8 @@ import torch
 
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
-from megarl.rollout.engine import Engine, _moe_backend
+from megarl.rollout.arguments import _moe_backend
+from megarl.rollout.engine import Engine
 from megarl.types import Prompt, Request, Sample
 
 

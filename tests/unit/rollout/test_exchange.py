@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.layout import Axis
-from megarl.rollout.exchange import Exchange, deal, pack, unpack
-from megarl.types import CheckFailed, Prompt, Routes, Sample, Terminated
+from megarl.rollout.exchange import Exchange, deal, pack, pack_batch, unpack, unpack_batch
+from megarl.types import CheckFailed, Prompt, Routes, Sample, Terminated, TokenBatch, TokenScores
 
 
 def sample(prompt_id: int, index: int, length: int, **changes) -> Sample:
@@ -142,3 +142,26 @@ def test_a_prompts_samples_share_a_replica_and_no_replica_is_idle(lengths, sampl
     assert sorted((r.prompt.prompt_id, r.index) for share in dealt for r in share) == [
         (r.prompt.prompt_id, r.index) for r in requests
     ]
+
+
+def test_a_batch_is_flat_bytes_and_comes_back_as_it_was() -> None:
+    rows = torch.arange(12).view(3, 4)
+    mask = torch.tensor([True, False, True])
+    batch = TokenBatch(
+        tokens=rows[:, 1],
+        labels=torch.tensor([2**40, 0, 1]),
+        mask=mask,
+        cu_seqlens=torch.tensor([0, 3]),
+        temperature=1 / 3,
+    )
+    scores = TokenScores(torch.randn(3) * 1e-7, None, teacher_top_logprobs=torch.tensor([[-math.inf, 0.5]] * 3))
+    for value in (batch, scores):
+        data = pack_batch(value)
+        assert data.dtype.name == "uint8" and data.ndim == 1
+        data.flags.writeable = False  # as Ray's object store hands it out
+        back = unpack_batch(data)
+        assert type(back) is type(value)
+        for field in fields(value):
+            a, b = getattr(value, field.name), getattr(back, field.name)
+            assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b, field.name
+    assert pack_batch("step") == unpack_batch("step") == "step"

@@ -10,8 +10,7 @@ import torch
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.execute import MemoryReceiver
-from megarl.weights.placement_check import PlacementCheck
-from megarl.weights.publish import sums_by_tensor
+from megarl.weights.placement_check import PlacementCheck, sums_by_tensor
 from megarl.weights.transports import InProcess
 
 SHAPES = {"a": (6, 4), "b": (5,)}

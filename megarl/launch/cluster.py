@@ -1,0 +1,164 @@
+"""The Ray cluster of the split topology: one that exists (RAY_ADDRESS), or a local one, started here and ended with the
+run.
+
+    open_cluster --> Cluster: placement, where the ranks meet    local: loopback only, a token of the job's own
+                                                                  existing: its own token (scripts/ray_cluster.sh)
+
+Ray's protocol executes what it is sent, so a port without a token is a shell for anyone who reaches it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.platform.env import LOOPBACK, get_env, set_env
+from megarl.weights.fleet import Fleet
+
+STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
+START_S = 240.0  # for Ray's own processes, on a busy machine
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Cluster:
+    placement: Any  # one bundle for each trainer rank, then one for each engine replica
+    store: str  # where ranks and engines meet (transports.collective.open_store)
+    is_local: bool  # one machine: everything listens on loopback
+    has_gpus: bool
+
+
+@contextmanager
+def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster]:
+    """Raises ValueError if the cluster has no room for the job, or refuses its token."""
+    address = get_env("RAY_ADDRESS")
+    with ExitStack() as stack:
+        store = ""
+        if address:
+            ray = _connect(address)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))  # nobody else can look into it
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            ray = _start(folder / "ray", config, fleet, gpus)  # which Ray opens to all
+            store = f"file:{folder / 'store'}"
+        stack.callback(ray.shutdown)
+        has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": 1} | ({"GPU": 1} if has_gpus else {})
+        engine = bundle | ({"GPU": fleet.ranks_per_replica} if has_gpus else {})
+        placement = ray.util.placement_group([bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK")
+        stack.callback(ray.util.remove_placement_group, placement)
+        if not placement.wait(config.launch.timeout_s):
+            has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise ValueError(
+                f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs, but no room for {fleet.trainers} "
+                f"trainer ranks and {fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
+            )
+        yield Cluster(placement, store or _listen(stack), not address, has_gpus)
+
+
+def _connect(address: str) -> Any:
+    if not (get_env("RAY_AUTH_TOKEN") or get_env("RAY_AUTH_TOKEN_PATH")):
+        raise ValueError(
+            f"RAY_ADDRESS={address}, but neither RAY_AUTH_TOKEN nor RAY_AUTH_TOKEN_PATH is set: without a token, "
+            "anyone who reaches the cluster's ports runs code in it; use scripts/ray_cluster.sh, or set its token"
+        )
+    set_env(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED=0)
+    import ray
+
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(f"RAY_ADDRESS={address} cannot be joined ({' '.join(str(error).split())[:300]})") from None
+    return ray
+
+
+def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
+    set_env(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(TOKEN_BYTES),
+        RAY_AUTH_TOKEN_PATH=None,
+        RAY_USAGE_STATS_ENABLED=0,
+        RAY_agent_register_timeout_ms=int(START_S * 1000),
+        RAY_DISABLE_IMPORT_WARNING=1,
+        **LOOPBACK,
+    )
+    import ray
+
+    with _patched(config.launch.dashboard):
+        ray.init(
+            num_cpus=fleet.trainers + fleet.replicas,
+            num_gpus=gpus,
+            include_dashboard=config.launch.dashboard,
+            object_store_memory=STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+    return ray
+
+
+@contextmanager
+def _patched(has_dashboard: bool) -> Iterator[None]:
+    """Patches to Ray 2.60, while it starts; tests/e2e/test_split.py reads the listeners.
+
+    ENABLE_RAY_CLUSTER: on Linux, Ray replaces 127.0.0.1 by the host's address, so that every port is reachable; where
+    its clusters are disabled, as on macOS, it does not. get_node, start_raylet: its processes have 30 s to start, and
+    the raylet as long to hear of its agents' ports, whatever the settings; for ports chosen here it does not wait.
+    get_dashboard_dependency_error: without a dashboard, its agents leave out the HTTP servers.
+    """
+    from ray._private import ray_constants, services, utils
+
+    get_node, start_raylet = services.get_node, services.start_raylet
+    agents = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
+
+    def get_node_patiently(*values: Any) -> Any:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(*values)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def start_raylet_with_ports(*values: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in agents]
+        return start_raylet(*values, **{**options, **dict(zip([f"{name}_port" for name in agents], free, strict=True))})
+
+    patches: list[tuple[Any, str, Any]] = [
+        (ray_constants, "ENABLE_RAY_CLUSTER", False),
+        (services, "get_node", get_node_patiently),
+        (services, "start_raylet", start_raylet_with_ports),
+    ]
+    if not has_dashboard:
+        patches.append((utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard")))
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def _listen(stack: ExitStack) -> str:
+    """Serves a store on this node's address in the cluster alone; returns "HOST:PORT"."""
+    import ray
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host = ray.util.get_node_ip_address()
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    stack.callback(lambda: store)  # alive until the end
+    return f"{host}:{port}"

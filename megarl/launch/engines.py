@@ -1,0 +1,225 @@
+"""The engine replicas of the split topology, as the controller sees them: roles.Sampler and roles.AsyncSampler.
+
+submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every replica, and returns
+                                                              the samples that are finished, packed
+a replica is lost --> its requests go to the others, from their beginning; it starts again in its bundle, and gets
+                      no prompt before a verified sync (controller.py); with no other left, that sync is made now
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from megarl.config.schema import Config
+from megarl.launch.exit_codes import REFUSED, USER, Failure
+from megarl.launch.ray_actors import POLL_S, EngineActor, Place, RankLost, end_family, value_of
+from megarl.roles import Finished
+from megarl.rollout.exchange import deal, unpack
+from megarl.types import CheckFailed, Request, Sample, Terminated
+
+Key = tuple[int, int]  # prompt id, sample index
+
+
+class EngineLost(Exception):
+    """A replica has failed, or one of its processes has ended."""
+
+    def __init__(self, replica: Replica, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.replica, self.failure = replica, failure
+
+
+@dataclass
+class Replica:
+    """One replica; parity.ScoringEngine."""
+
+    number: int
+    actor: Any = None
+    starting: Any = None  # the call that starts it; None: it has started
+    node: str = ""
+    family: tuple[list[int], list[str]] = ((), ())  # type: ignore[assignment] # processes and segments of shared memory
+    max_model_len: int = 0
+    is_joined: bool = False  # to the sync group
+    is_ready: bool = False  # it serves a verified version
+    poll: Any = None  # the open call
+    requests: dict[Key, Request] = field(default_factory=dict)  # those that it is to return
+    is_asleep = False
+
+    def begin(self, method: str, *values: Any) -> Any:
+        return self.actor.call.remote(method, *values)
+
+    def value(self, ref: Any) -> Any:
+        """Waits for a call. Raises EngineLost if the replica is lost, what it raised if it only refuses."""
+        try:
+            return value_of(ref, f"engine {self.number}")
+        except RankLost as lost:
+            kind = {USER: ValueError, REFUSED: CheckFailed}.get(lost.failure.code)
+            if kind is None:
+                raise EngineLost(self, lost.failure) from None
+            raise kind(lost.failure.message) from None
+
+    def call(self, method: str, *values: Any) -> Any:
+        return self.value(self.begin(method, *values))
+
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
+        return self.call("complete", [list(prompt) for prompt in prompts], max_tokens)
+
+    def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
+        return self.call("score", [row.tolist() for row in rows])
+
+
+@dataclass
+class Engines:
+    config: Config
+    folder: Path  # of the model
+    stop_token_ids: Sequence[int]
+    place: Place
+    replicas: list[Replica] = field(default_factory=list)
+    is_stopping: Callable[[], bool] = lambda: False
+    recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
+    restarts: int = 0  # so far
+    orphans: list[Request] = field(default_factory=list)  # of lost replicas
+
+    def start(self) -> None:
+        """Starts all of them; `wait_started` waits."""
+        self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
+
+    def _start(self, number: int) -> Replica:
+        actor, text = self.place.start(EngineActor, number), self.config.model_dump_json()
+        return Replica(number, actor, actor.start.remote(text, str(self.folder), list(self.stop_token_ids)))
+
+    def wait_started(self) -> None:
+        """Raises EngineLost if one cannot start."""
+        for replica in self.replicas:
+            if replica.starting is not None:
+                pids, segments, replica.max_model_len = replica.value(replica.starting)
+                replica.family, replica.starting = (pids, segments), None
+                replica.node = ray.get(replica.actor.place.remote())[0]
+
+    # sampling
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """roles.AsyncSampler."""
+        ready = [replica for replica in self.replicas if replica.is_ready]
+        if not ready:
+            raise CheckFailed("no engine has verified weights; publish them first")
+        for replica, share in zip(ready, deal(requests, len(ready)), strict=True):
+            replica.requests |= {(request.prompt.prompt_id, request.index): request for request in share}
+            try:
+                if share:
+                    replica.call("submit", share)
+                replica.poll = replica.poll or replica.begin("poll")
+            except EngineLost as lost:
+                self._lose(lost)
+
+    def poll(self, timeout_s: float | None = None) -> list[Sample]:
+        """roles.AsyncSampler."""
+        while self.running():
+            if self.is_stopping():
+                raise Terminated("stopped by SIGTERM")
+            polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
+            done, _ = ray.wait(list(polls), num_returns=1, timeout=POLL_S if timeout_s is None else timeout_s)
+            samples = [sample for poll in done for sample in self._take(polls[poll])]
+            if samples or timeout_s is not None:
+                return samples
+        return []
+
+    def _take(self, replica: Replica) -> list[Sample]:
+        try:
+            samples = unpack(torch.tensor(replica.value(replica.poll)))
+            replica.poll = replica.begin("poll")
+        except EngineLost as lost:
+            self._lose(lost)
+            return []
+        for sample in samples:
+            replica.requests.pop((sample.prompt_id, sample.index))
+        return samples
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """roles.AsyncSampler."""
+        keys = {(request.prompt.prompt_id, request.index) for request in requests}
+        for replica in self.replicas:
+            try:
+                if ended := sorted(keys & replica.requests.keys()):
+                    replica.call("abort", ended)
+            except EngineLost as lost:
+                self._lose(lost)
+
+    def running(self) -> int:
+        """roles.AsyncSampler."""
+        return len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
+
+    def sample(
+        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+    ) -> list[Sample]:
+        """roles.Sampler: all of them, under one version."""
+        self.submit(requests)
+        samples: dict[Key, Sample] = {}
+        while len(samples) < len(requests):
+            new = self.poll()
+            samples |= {(sample.prompt_id, sample.index): sample for sample in new}
+            finished(new)
+        for sample in samples.values():
+            if (wrong := sample.versions[sample.trainable & (sample.versions != version)]).numel():
+                raise CheckFailed(f"an engine sampled with weights of version {int(wrong[0])}, not {version}")
+        return [samples[request.prompt.prompt_id, request.index] for request in requests]
+
+    # replicas that are lost
+
+    def count_restart(self, failure: Failure) -> None:
+        """Raises CheckFailed if something was restarted too often."""
+        self.restarts += 1
+        limit = self.config.launch.max_restarts
+        if self.restarts > limit:
+            raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
+        print(f"megarl: {failure.message}; restart {self.restarts} of {limit}", file=sys.stderr, flush=True)
+
+    def lose(self, lost: EngineLost) -> None:
+        """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
+        self.count_restart(lost.failure)
+        number = lost.replica.number
+        self.orphans += self.replicas[number].requests.values()
+        self._end(self.replicas[number])
+        self.replicas[number] = self._start(number)
+
+    def adopt(self) -> None:
+        """Gives the requests of lost replicas to others."""
+        orphans, self.orphans = self.orphans, []
+        if orphans:
+            self.submit(orphans)
+
+    def _lose(self, lost: EngineLost) -> None:
+        self.lose(lost)
+        if not any(replica.is_ready for replica in self.replicas):
+            self.recover()
+        self.adopt()
+
+    def leave_ranks(self) -> None:
+        """After the trainer's ranks have ended: drops all requests, and accepts none before the next sync."""
+        for replica in self.replicas:
+            replica.is_joined = replica.is_ready = False
+            try:
+                self.wait_started()
+                replica.call("drop")
+                replica.requests.clear()
+                if replica.poll is not None and ray.wait([replica.poll], timeout=0)[0]:
+                    replica.poll = None  # it has samples of before
+            except EngineLost as other:
+                self.lose(other)
+        self.orphans.clear()
+
+    def _end(self, replica: Replica) -> None:
+        ray.kill(replica.actor)
+        if replica.node:
+            end_family(replica.node, *replica.family)
+
+    def end(self) -> None:
+        for replica in self.replicas:
+            self._end(replica)

@@ -1,0 +1,213 @@
+"""The processes of the split topology: a Ray actor for each Megatron rank and each engine replica, and their groups.
+
+    controller --call--> RankActor x W     (a rank; all of them at once)     --> values of rank 0, or why one failed
+               --call--> EngineActor x R   (an AsyncLLM; any number of calls) --> the same
+
+A call returns {"value": ...} or {"failure": record}: what a failure means does not depend on how Ray wraps it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megarl.config.schema import Config
+from megarl.launch import exit_codes
+from megarl.launch.cluster import Cluster
+from megarl.launch.exit_codes import Failure
+from megarl.launch.worker import redirect_output
+from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+
+GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
+POLL_S = 0.5
+
+
+class RankLost(RuntimeError):
+    """A trainer rank has failed or ended, and with it the group: nothing more can be asked of it."""
+
+    def __init__(self, failure: Failure, is_gone: bool = False) -> None:
+        super().__init__(failure.message)
+        self.failure, self.is_gone = failure, is_gone  # its process, not only what it was doing
+
+
+class _Actor:
+    """What both kinds share. Imports torch only once the environment is set."""
+
+    def __init__(self, number: int, log: str, environment: Mapping[str, Any]) -> None:
+        set_env(**environment)
+        redirect_output(Path(log))
+        self._number, self._log, self._made = number, Path(log), None
+
+    def place(self) -> tuple[str, list[int]]:
+        """Returns the node, and this actor's GPUs there."""
+        return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
+
+    def _failed(self, error: BaseException) -> dict[str, str]:
+        phase = getattr(getattr(self._made, "phase", None), "name", "")
+        failure = exit_codes.failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+        return {"failure": exit_codes.to_record(failure)}
+
+
+@ray.remote
+class RankActor(_Actor):
+    def start(self, config: str, env: Env, store: str, name: str) -> dict[str, Any]:
+        try:
+            from megarl.launch.split_rank import TrainerRank
+
+            self._number, self._made = env.rank, TrainerRank(Config.model_validate_json(config), env, store, name)
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
+            return self._failed(error)
+        return {"value": None}
+
+    def call(self, method: str, *values: Any) -> dict[str, Any]:
+        """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
+        from megarl.rollout.exchange import pack_batch, unpack_batch
+
+        try:
+            value = getattr(self._made, method)(*map(unpack_batch, values))
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
+            return self._failed(error)
+        return {"value": pack_batch(value) if self._number == 0 else None}
+
+
+@ray.remote
+class EngineActor(_Actor):
+    async def start(self, config: str, folder: str, stop_token_ids: list[int]) -> dict[str, Any]:
+        """Returns what its end needs, processes and segments of shared memory, and the longest row."""
+        try:
+            from megarl.rollout.async_engine import AsyncEngine
+
+            parsed = Config.model_validate_json(config)
+            made = self._made = await AsyncEngine.start(parsed, Path(folder), stop_token_ids, self._number)
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
+            return self._failed(error)
+        pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
+        return {"value": (pids, segments, made.max_model_len)}
+
+    async def call(self, method: str, *values: Any) -> dict[str, Any]:
+        try:
+            value = getattr(self._made, method)(*values)
+            return {"value": await value if inspect.isawaitable(value) else value}
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
+            return self._failed(error)
+
+
+def value_of(ref: Any, what: str) -> Any:
+    """Waits for a call; returns its value. Raises RankLost with its failure."""
+    try:
+        reply: Any = ray.get(ref)
+    except RayError as error:
+        is_gone = isinstance(error, RayActorError)
+        cause = "was killed; out of memory? see its log" if is_gone else f"{type(error).__name__}: {error}"
+        raise RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone) from None
+    if "failure" in reply:
+        raise RankLost(exit_codes.parse_record(reply["failure"]))
+    return reply["value"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kind of actor runs."""
+
+    placement: Any  # group
+    first_bundle: int
+    gpus: int  # of each actor
+    logs: Path
+    environment: Mapping[str, Any]  # set before anything heavy is imported
+
+    @classmethod
+    def of(cls, cluster: Cluster, first_bundle: int, gpus: int, logs: Path) -> Place:
+        values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
+        environment = values | (LOOPBACK if cluster.is_local else {})
+        return cls(cluster.placement, first_bundle, gpus * cluster.has_gpus, logs, environment)
+
+    def start(self, kind: Any, number: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(self.placement, self.first_bundle + number)
+        options = {"num_cpus": 1, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
+        log = self.logs / f"{name}_{number}.log"
+        return kind.options(**options, **calls).remote(number, str(log), self.environment)
+
+
+@dataclass
+class TrainerRanks:
+    """All ranks of the trainer; `call` is a collective of them."""
+
+    actors: Sequence[Any]
+
+    @classmethod
+    def start(cls, config: Config, place: Place, world: int, store: str, name: str) -> TrainerRanks:
+        """They meet at the keys `name` of `store`. Ranks are numbered node by node."""
+        actors = [place.start(RankActor, number) for number in range(world)]
+        places = ray.get([actor.place.remote() for actor in actors])
+        nodes = list(dict.fromkeys(node for node, _ in places))
+        order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
+        ranks, per_node = cls([actors[number] for number in order]), max(1, world // len(nodes))
+        # on a GPU, each sees its own alone, as number 0
+        envs = [Env(rank, world, 0, per_node, has_launcher=True, job_id=name) for rank in range(world)]
+        text = config.model_dump_json()
+        ranks.wait([a.start.remote(text, env, store, name) for a, env in zip(ranks.actors, envs, strict=True)])
+        return ranks
+
+    def call(self, method: str, *values: Any) -> Any:
+        """Returns what rank 0 does. Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise."""
+        return self.wait(self.begin(method, *values))
+
+    def begin(self, method: str, *values: Any) -> list[Any]:
+        from megarl.rollout.exchange import pack_batch
+
+        refs = [ray.put(pack_batch(value)) for value in values]
+        return [actor.call.remote(method, *refs) for actor in self.actors]
+
+    def wait(self, refs: Sequence[Any]) -> Any:
+        from megarl.rollout.exchange import unpack_batch
+        from megarl.types import CheckFailed
+
+        ranks, pending, failures = {ref: rank for rank, ref in enumerate(refs)}, list(refs), list[Failure]()
+        value, deadline, gone = None, None, None
+        while pending and (deadline is None or time.monotonic() < deadline):
+            done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            for ref in done:
+                try:
+                    returned = value_of(ref, f"rank {ranks[ref]}")
+                    value = returned if ranks[ref] == 0 else value
+                except RankLost as lost:
+                    failures.append(lost.failure)
+                    gone = gone or (lost if lost.is_gone else None)
+                    deadline = deadline or time.monotonic() + GRACE_S
+        if not failures:
+            return unpack_batch(value)
+        first = exit_codes.first_failure(map(exit_codes.to_record, failures))
+        assert first is not None
+        if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
+            raise CheckFailed(first.message)
+        raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence
+
+    def end(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+@ray.remote(num_cpus=0)
+def _end_family(pids: Sequence[int], segments: Sequence[str]) -> None:
+    from megarl.platform.children import Children
+
+    Children(dict.fromkeys(pids, ""), set(segments)).end()
+
+
+def end_family(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
+    """Ends the processes of an engine on its node: they outlive an actor that is killed."""
+    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    ray.get(_end_family.options(scheduling_strategy=strategy).remote(pids, segments), timeout=30)

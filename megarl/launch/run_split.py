@@ -1,0 +1,47 @@
+"""`megarl train` with launch.topology: split: starts the cluster and the controller in it, and records how it ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from megarl.config.load import run_dir
+from megarl.config.model_checks import check_cpu_engine
+from megarl.config.schema import Config
+from megarl.config.validate import model_shape
+from megarl.launch import exit_codes
+from megarl.launch.cluster import open_cluster
+from megarl.launch.exit_codes import CurrentPhase, Failure
+from megarl.launch.run_config import prepare_run_dir
+from megarl.launch.spawn import lock_run_dir, message_of
+from megarl.planner.weight_sync import fleet_of
+from megarl.platform.env import count_gpus
+
+
+def run_split(config: Config) -> int:
+    """Runs the stage rl; returns the exit code."""
+    folder, phase, failure = run_dir(config), CurrentPhase(), None
+    fleet = fleet_of(config)
+    with lock_run_dir(folder):
+        prepare_run_dir(config, "train")
+        started = time.time()
+        try:
+            with open_cluster(config, fleet, gpus=count_gpus()) as cluster:
+                signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
+                if not cluster.has_gpus:
+                    check_cpu_engine(config, model_shape(config))
+                from megarl.launch.controller import train_split  # its imports take seconds: Ray has started by then
+
+                train_split(config, cluster, fleet, phase)
+        except KeyboardInterrupt:
+            failure = Failure(-1, exit_codes.STOPPED, "stopped")
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
+            failure = getattr(error, "failure", None) or exit_codes.failure_of(
+                error, -1, phase=phase.name, run_dir=folder
+            )
+        code = failure.code if failure else exit_codes.DONE
+        if failure:
+            print(message_of(failure, folder, []), file=sys.stderr, flush=True)
+        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=fleet.world)
+        return code

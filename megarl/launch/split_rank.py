@@ -1,0 +1,139 @@
+"""A Megatron rank of the split topology. The controller calls each method on all ranks at once, in one order.
+
+controller --rows of a batch--> score, update --> what rank 0 returns          the gate runs here, before the step
+           --version--> transfer --> engine workers (rollout.async_engine)     sender half of publish.Publisher
+           --step, states--> maybe_save: the same checkpoints as the colocated topology's
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from megarl.checkpoint.state import Further
+from megarl.checkpoint.torch_dist import CRITIC
+from megarl.config.schema import Config
+from megarl.launch.build import (
+    check_weights,
+    export,
+    make_checkpoints,
+    make_learner,
+    make_objective,
+    make_trainer,
+    open_rank,
+)
+from megarl.launch.exit_codes import CurrentPhase
+from megarl.launch.parity import Measured, ParityChecks, measure_logprobs
+from megarl.platform.env import Env
+from megarl.rollout.async_engine import SyncGroup
+from megarl.rollout.publisher import make_publisher
+from megarl.trainer.actor_critic import ActorCritic
+from megarl.types import ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenBatch, TokenScores, TrainBatch
+from megarl.weights.publish import Publisher, WeightSender
+from megarl.weights.transports.collective import open_store
+
+
+@dataclass
+class StoredState:
+    """roles.Stateful: the controller's prompts, as a checkpoint stores them."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.values = dict(state)
+
+
+class TrainerRank:
+    def __init__(self, config: Config, env: Env, store: str, name: str) -> None:
+        """A collective of the trainer's ranks, which meet at the keys `name` of `store`."""
+        self.phase, self._stack = CurrentPhase(), ExitStack()
+        meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
+        rank = self.rank = self._stack.enter_context(open_rank(config, env, self.phase, meeting))
+        self.trainer = make_trainer(rank)
+        objective = make_objective(config)
+        self.learner = make_learner(rank, self.trainer, objective)
+        critics = {CRITIC: self.learner.critic} if isinstance(self.learner, ActorCritic) else {}
+        self.prompts = StoredState()
+        self.checkpoint = make_checkpoints(
+            rank, self.trainer, self.prompts, objective.initial_state(), Further(models=critics)
+        )
+        self.checks = ParityChecks(
+            rank.transport,
+            partial(measure_logprobs, self.trainer),
+            (),
+            (),
+            max_diff=config.checks.max_logprob_diff,
+            is_moe=rank.shape.is_moe,
+        )
+        self.publisher: Publisher | None = None
+        self.began = 0.0
+
+    def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
+        """Returns the steps done, and the states of the objective and of the prompts."""
+        start, state = self.checkpoint.restore(self.rank.config.checkpoint.resume)
+        for trained in self.learner.trainers:
+            check_weights(self.rank, trained)
+        return start, state, self.prompts.state()
+
+    def score(self, batch: TrainBatch) -> TokenScores:
+        self.phase.name = "train"
+        return self.learner.score(batch)
+
+    def update(self, batch: ScoredBatch) -> StepReport:
+        return self.learner.update(batch, gate=self.checks.parity)
+
+    def measure(self, batch: TokenBatch) -> Measured:
+        """The trainer's side of the probe; the gate starts with its floor."""
+        measured = measure_logprobs(self.trainer, batch)
+        self.checks.floor = self.rank.transport.gather(measured.of_policy)[0]
+        return measured
+
+    def join(self, group: SyncGroup) -> None:
+        """A collective of all trainer ranks and engine workers."""
+        self.phase.name = "sync"
+        if self.publisher is not None:
+            self.publisher.transport.leave()  # type: ignore[attr-defined]
+        is_cuda = self.rank.device.is_cuda
+        config, fleet, transport = group.join(self.rank.env.rank, is_cuda=is_cuda)
+        sender = WeightSender(self.trainer.local_slices(), self.trainer.parameters_by_name)
+        self.publisher = make_publisher(config, self.rank.shape, fleet, transport, sender, None, is_cuda=is_cuda)
+
+    def transfer(self, version: int) -> bool:
+        """As Publisher.transfer."""
+        assert self.publisher is not None
+        self.phase.name, self.began = "sync", time.perf_counter()
+        return self.publisher.transfer(version)
+
+    def end(self, version: int, committed: bool) -> PublishReport | None:
+        assert self.publisher is not None
+        if committed:
+            return self.publisher.commit(version, self.began)
+        self.publisher.abort()
+        return None
+
+    def maybe_save(self, step: int, state: ObjectiveState, prompts: Mapping[str, Any], last: bool) -> None:
+        self.phase.name = "save"
+        self.prompts.restore(prompts)
+        self.checkpoint.maybe_save(step, state, last=last)
+
+    def save(self) -> None:
+        self.checkpoint.save()
+
+    def finish(self) -> None:
+        self.checkpoint.finish()
+
+    def export(self) -> None:
+        export(self.rank, self.trainer)
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.transport.leave()  # type: ignore[attr-defined]
+        self._stack.close()

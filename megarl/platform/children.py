@@ -1,0 +1,75 @@
+"""The processes that this one has started, directly or not: noticed when one ends, and ended with their segments.
+
+    /proc --pids, their segments in /dev/shm--> Children --pidfd, in the event loop--> on_lost(cause), at once
+
+A process that waits for a dead child's answer would notice only at its time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SEGMENT = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)  # in /proc/<pid>/maps
+OWN_SEGMENTS = re.compile(r"/(psm_|vllm|megarl|-tp|sem\.)")  # not of Ray's object store
+
+
+@dataclass
+class Children:
+    pids: dict[int, str]  # process id -> name
+    segments: set[str]  # of shared memory, that they have mapped
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of_this_process(cls) -> Children:
+        pids = {pid: _name(pid) for pid in descendants(os.getpid())}
+        maps = [path for pid in (os.getpid(), *pids) if (path := Path(f"/proc/{pid}/maps")).exists()]
+        segments = set[str]()
+        for path in maps:
+            with suppress(OSError):
+                segments.update(SEGMENT.findall(path.read_text()))
+        return cls(pids, {name for name in segments if OWN_SEGMENTS.search(name)})
+
+    def watch(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]) -> None:
+        """Calls `on_lost` once, in the loop, when one of them has ended."""
+
+        def ended(handle: int, pid: int, name: str) -> None:
+            loop.remove_reader(handle)
+            os.close(handle)
+            on_lost(f"its process {name} ({pid}) has ended")
+
+        for pid, name in self.pids.items():
+            with suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                loop.add_reader(handle, ended, handle, pid, name)
+
+    def end(self) -> None:
+        """Kills those that are left, and unlinks their segments."""
+        for pid in {*self.pids, *descendants(os.getpid())}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for name in self.segments:
+            with suppress(OSError):
+                Path(name).unlink()
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, and of theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return "?"

@@ -1,0 +1,304 @@
+"""One vLLM replica of the split topology, in processes of its own: an AsyncLLM, and its workers' side of the sync.
+
+    submit --requests--> AsyncLLM --> core and workers          poll <--finished samples-- as they finish
+    join, transfer, commit --collective_rpc--> WorkerExtension: the receiver half of publish.Publisher, on every worker
+
+The workers and the trainer's ranks share a process group of their own, beside Megatron's and vLLM's: trainers first.
+A version is served only after `commit`; until then, and after a failed sync, requests are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.schema import Config
+from megarl.models.registry import fp32_tensors, hf_shapes, read_model
+from megarl.planner.weight_sync import fleet_of
+from megarl.platform.children import Children
+from megarl.platform.device import DTYPES
+from megarl.platform.env import get_env, set_env
+from megarl.rollout.arguments import (
+    completion_params,
+    engine_settings,
+    is_eager,
+    sample_of,
+    sampling_params,
+    scoring_params,
+)
+from megarl.rollout.exchange import pack
+from megarl.rollout.publisher import make_publisher
+from megarl.types import CheckFailed, Request, Sample
+from megarl.weights.publish import WeightFormat
+from megarl.weights.transports.collective import Collective, Group, open_store
+
+EXTENSION = "megarl.rollout.async_engine.WorkerExtension"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncGroup:
+    """Where trainer ranks and engine workers meet for weight syncs; plain values, so that it crosses processes."""
+
+    store: str  # address (transports.collective.open_store)
+    name: str  # a new one for each time they join
+    config: str  # the run's, as JSON
+    ranks_per_node: int
+
+    def join(self, rank: int, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
+        """A collective; returns the config, the fleet and the transport of its ranks."""
+        config = Config.model_validate_json(self.config)
+        fleet, timeout = (
+            fleet_of(config, ranks_per_node=self.ranks_per_node),
+            timedelta(seconds=config.launch.timeout_s),
+        )
+        store = open_store(self.store, self.name, timeout)
+        group = Group.join(store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout)
+        return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, whose `rank` is that within the replica. Methods return {"error": text} instead of
+    raising: an exception would end the engine."""
+
+    rank: int
+    sync_publisher: Any = None
+
+    def sync_join(self, group: Mapping[str, Any], replica: int, folder: str) -> dict[str, Any]:
+        return _reported(self._sync_join, SyncGroup(**group), replica, Path(folder))
+
+    def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> dict[str, Any]:
+        from megarl.rollout.loader_trace import trace_loader
+        from megarl.rollout.weight_loader import LayerReceiver
+
+        if self.sync_publisher is not None:
+            self.sync_publisher.transport.leave()
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        is_cuda, shape = next(model.parameters()).is_cuda, read_model(folder)
+        config = Config.model_validate_json(group.config)
+        first = fleet_of(config, ranks_per_node=group.ranks_per_node)
+        rank = first.first_receiver + replica * first.ranks_per_replica + self.rank
+        config, fleet, transport = group.join(rank, is_cuda=is_cuda)
+        dtype = DTYPES[config.train.dtype]
+        if self.sync_publisher is None:
+            weights = WeightFormat(hf_shapes(shape), dtype, fp32_tensors(shape))
+            trace = trace_loader(model, weights.shapes, dtype)
+            receiver = LayerReceiver(model, trace, weights, lambda: None)  # the core drops its cache
+        else:
+            receiver = self.sync_publisher.receiver
+        self.sync_publisher = make_publisher(config, shape, fleet, transport, None, receiver, is_cuda=is_cuda)
+        return {}
+
+    def sync_transfer(self, version: int) -> dict[str, Any]:
+        return _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
+
+    def sync_end(self, version: int, committed: bool) -> dict[str, Any]:
+        if committed:
+            self.sync_publisher.commit(version, 0.0)
+        else:
+            self.sync_publisher.abort()
+        return {}
+
+
+def _reported(call: Any, *values: Any) -> dict[str, Any]:
+    try:
+        return call(*values)
+    except Exception as error:  # noqa: BLE001 (raised by the controller)
+        is_check = isinstance(error, CheckFailed)
+        return {"error": str(error) if is_check else f"{type(error).__name__}: {error}", "is_check": is_check}
+
+
+@dataclass
+class AsyncEngine:
+    """A replica, in the process that talks to its core. `start` and every other method run in one event loop."""
+
+    llm: Any
+    config: Config
+    folder: Path
+    children: Children
+    stop_token_ids: Sequence[int]
+    replica: int
+    is_ready: bool = False  # a version is committed
+    _requests: dict[str, Request] = field(default_factory=dict)  # running, by vLLM's request id
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _finished: list[Sample] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: str = ""
+    _serial: int = 0
+
+    @classmethod
+    async def start(cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int) -> AsyncEngine:
+        """Starts vLLM with dummy weights."""
+        rollout, dtype = config.rollout, DTYPES[config.train.dtype]
+        prepare_environment(rollout.tensor)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        eager = is_eager(rollout)
+        if eager:
+            set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
+        settings = engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
+        backend = "uni" if rollout.tensor == 1 else "mp"
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            distributed_executor_backend=backend,
+            worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+            **settings,
+        )
+        llm = AsyncLLM.from_engine_args(arguments)
+        engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
+        engine.children.watch(asyncio.get_running_loop(), engine._lose)
+        return engine
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.model_config.max_model_len
+
+    # sampling
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Starts these; `poll` returns each once."""
+        if not self.is_ready:
+            raise CheckFailed(f"engine {self.replica} has no verified weights; publish them first")
+        for request in requests:
+            self._serial += 1
+            name = f"{self._serial}-{request.prompt.prompt_id}-{request.index}"
+            params = sampling_params(request, self.config.rollout, self.stop_token_ids, self.max_model_len)
+            self._requests[name] = request
+            self._start(self._sample(name, request, params))
+
+    async def _sample(self, name: str, request: Request, params: Any) -> None:
+        output = await self._generate(list(request.prompt.tokens), params, name)
+        self._finished.append(sample_of(request, output, None))
+        self._requests.pop(name, None)
+        self._news.set()
+
+    async def abort(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Ends the requests of these (prompt id, sample index) early: they finish as "abort"."""
+        ended = set(keys)
+        names = [name for name, r in self._requests.items() if (r.prompt.prompt_id, r.index) in ended]
+        await self.llm.abort(names)
+
+    async def drop(self) -> None:
+        """Ends all requests, and forgets their samples."""
+        await self.llm.abort(list(self._requests))
+        await asyncio.gather(*self._tasks)
+        self._finished.clear()
+
+    async def poll(self) -> Any:
+        """Waits until samples are finished; returns them packed. Raises RuntimeError once the engine is lost."""
+        await self._news.wait()
+        self._news.clear()
+        samples, self._finished = self._finished, []
+        if self._error:
+            self._news.set()
+            raise RuntimeError(self._error)
+        return pack(samples).numpy()
+
+    # the sync
+
+    async def join(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return await self._on_workers("sync_join", group, self.replica, str(self.folder))
+
+    async def transfer(self, version: int) -> list[dict[str, Any]]:
+        """Pauses, and receives `version`; requests that were running wait for `end`."""
+        self.is_ready = False
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        return await self._on_workers("sync_transfer", version)
+
+    async def open(self, version: int) -> None:
+        """Lets the probe run under weights that are not committed, and with it what was running before the sync."""
+        await self.llm.reset_prefix_cache()
+        await self.llm.update_weight_version(str(version))
+        await self.llm.resume_generation()
+
+    async def end(self, version: int, committed: bool) -> list[dict[str, Any]]:
+        replies = await self._on_workers("sync_end", version, committed)
+        if committed:
+            await self.llm.reset_prefix_cache()
+            await self.llm.update_weight_version(str(version))
+            await self.llm.resume_generation()
+            self.is_ready = True
+        return replies
+
+    async def _on_workers(self, method: str, *values: Any) -> list[dict[str, Any]]:
+        call = asyncio.ensure_future(self.llm.collective_rpc(method, args=values))
+        lost = asyncio.ensure_future(self.children.lost.wait())
+        await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if self.children.lost.is_set():
+            call.cancel()
+            raise RuntimeError(self._error)
+        return call.result()
+
+    # the probe (parity.ScoringEngine)
+
+    async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]:
+        """As Engine.complete."""
+        limit = self.max_model_len
+        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
+        outputs = await self._all([list(prompt) for prompt in prompts], params)
+        return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
+
+    async def score(self, rows: Iterable[Sequence[int]]) -> list[Tensor]:
+        """As Engine.score."""
+        prompts = [list(row) for row in rows]
+        outputs = await self._all(prompts, [scoring_params() for _ in prompts])
+        return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]
+
+    async def _all(self, prompts: list[list[int]], params: Sequence[Any]) -> list[Any]:
+        self._serial += 1
+        names = [f"probe-{self._serial}-{number}" for number in range(len(prompts))]
+        return await asyncio.gather(*map(self._generate, prompts, params, names))
+
+    async def _generate(self, tokens: list[int], params: Any, name: str) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, params, request_id=name)]
+        return outputs[-1]
+
+    # its end
+
+    def close(self) -> None:
+        with suppress(Exception):  # the core may be gone
+            self.llm.shutdown()
+        self.children.end()
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def _lose(self, cause: str) -> None:
+        self._error = self._error or f"engine {self.replica} is lost: {cause}"
+        self.is_ready = False
+        self.children.lost.set()
+        self._news.set()
+
+
+def prepare_environment(tensor: int) -> None:
+    """Sets what vLLM reads when it is imported, and what its processes inherit."""
+    set_env(
+        VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",
+        VLLM_NO_USAGE_STATS=1,
+        VLLM_LOGGING_STREAM="ext://sys.stderr",
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_CPU_OMP_THREADS_BIND=get_env("VLLM_CPU_OMP_THREADS_BIND") or "nobind",  # tensor 2 on one NUMA node
+        # at tensor 1 the core and its worker are one process; without it, two
+        VLLM_ENABLE_V1_MULTIPROCESSING=0 if tensor == 1 else None,
+        TOKENIZERS_PARALLELISM="false",
+    )

@@ -1,0 +1,94 @@
+"""Mistakes in the split topology."""
+
+GROUP = "dist/test_transports.py::test_processes_of_different_worlds_share_a_group_leave_it_and_join_again"
+CHILDREN = "unit/platform/test_children.py::test_a_lost_child_is_noticed_and_its_family_ended"
+BATCH = "unit/rollout/test_exchange.py::test_a_batch_is_flat_bytes_and_comes_back_as_it_was"
+WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_and_engines_apart"
+
+ENGINE = "unit/rollout/test_async_engine.py"
+ENGINES = "unit/launch/test_engines.py"
+
+SPLIT = [
+    (
+        "rollout/async_engine.py",
+        'mode="keep", clear_cache=True',
+        'mode="abort", clear_cache=True',
+        f"{ENGINE}::test_no_prompt_before_a_verified_sync",
+    ),
+    (
+        "rollout/async_engine.py",
+        "        if not self.is_ready:\n",
+        "        if False:\n",
+        f"{ENGINE}::test_no_prompt_before_a_verified_sync",
+    ),
+    (
+        "rollout/async_engine.py",
+        "        self._finished.clear()\n",
+        "",
+        f"{ENGINE}::test_aborted_requests_come_back_with_what_they_have_and_dropped_ones_do_not",
+    ),
+    (
+        "rollout/async_engine.py",
+        "        self.children.lost.set()\n",
+        "",
+        f"{ENGINE}::test_a_lost_process_ends_what_waits_for_it",
+    ),
+    (
+        "launch/engines.py",
+        "        self.orphans += self.replicas[number].requests.values()\n",
+        "",
+        f"{ENGINES}::test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready",
+    ),
+    ("launch/engines.py", "if self.restarts > limit:", "if False:", f"{ENGINES}::test_restarts_are_bounded"),
+    (
+        "launch/engines.py",
+        "replica.is_joined = replica.is_ready = False",
+        "replica.is_joined = False",
+        f"{ENGINES}::test_after_the_ranks_are_lost_no_sample_of_before_is_taken",
+    ),
+    (
+        "launch/controller.py",
+        'self._end_barrier(f"engine {replica.number}")',
+        "pass",
+        f"{ENGINES}::test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again",
+    ),
+    (
+        "launch/ray_actors.py",
+        "raise gone or RankLost(first)",
+        "raise RankLost(first)",
+        f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
+    ),
+    (  # the rank in the default group, which is 0 everywhere
+        "weights/transports/collective.py",
+        "(group.process_group.rank(), group.process_group.size())",
+        "(dist.get_rank(), group.process_group.size())",
+        GROUP,
+    ),
+    (
+        "weights/transports/collective.py",
+        "dist.all_reduce(total, group=self._group)",
+        "dist.all_reduce(total)",
+        GROUP,
+    ),
+    (
+        "weights/transports/collective.py",
+        'store.compare_set(f"{number}/verdict", "", absent)',
+        'store.compare_set(f"{number + 1}/verdict", "", absent)',
+        GROUP,
+    ),
+    ("platform/children.py", "found += [child, *descendants(child)]", "found += [child]", CHILDREN),
+    ("platform/children.py", "Path(name).unlink()", "pass", CHILDREN),
+    (
+        "rollout/exchange.py",
+        "copy = torch.from_numpy(data[offset:end].copy())",
+        "copy = torch.from_numpy(data[offset:end])",
+        BATCH,
+    ),
+    (
+        "rollout/exchange.py",
+        "values[field], offset = copy.view(dtype).reshape(shape), end",
+        "values[field], offset = copy.view(dtype), end",
+        BATCH,
+    ),
+    ("config/validate.py", "1 if is_split else config.rollout.tensor)", "config.rollout.tensor)", WORLD),
+]

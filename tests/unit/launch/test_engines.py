@@ -1,0 +1,216 @@
+"""The controller's view of engines and ranks, around stand-ins for Ray's actors; with Ray it is tested in tests/e2e."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.load import parse_config
+from megarl.launch import controller, engines, exit_codes, ray_actors
+from megarl.launch.controller import RemoteWeights
+from megarl.launch.engines import Engines
+from megarl.launch.exit_codes import Failure
+from megarl.launch.ray_actors import RankLost, TrainerRanks
+from megarl.rollout.exchange import pack
+from megarl.types import CheckFailed, Prompt, PublishReport, Request, Sample
+
+GONE = ray_actors.RayActorError("it has ended")
+
+
+class Ref:
+    """A call that may not be done."""
+
+    def __init__(self, reply: Callable[[], Any], is_done: Callable[[], bool] = lambda: True) -> None:
+        self.reply, self.is_done = reply, is_done
+
+
+class Ray:
+    """`killed`: actors; a stuck wait fails instead of hanging."""
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def get(self, ref: Ref, **_: Any) -> Any:
+        assert ref.is_done(), "it would hang"
+        reply = ref.reply()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
+        done = [ref for ref in refs if ref.is_done()][:num_returns]
+        assert done or timeout == 0, "it would hang"
+        return done, [ref for ref in refs if ref not in done]
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+class Actor:
+    """An engine or a rank; `lost` names the method in which it ends."""
+
+    def __init__(self, events: list[Any], name: str) -> None:
+        self.events, self.name, self.lost, self.is_gone, self.samples = events, name, "", False, list[Sample]()
+        self.start = SimpleNamespace(remote=lambda *_values: Ref(lambda: self.value(([1], [], 16))))
+        self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [])))
+        self.call = SimpleNamespace(remote=self.begin)
+
+    def value(self, value: Any) -> Any:
+        return GONE if self.is_gone else {"value": value}
+
+    def begin(self, method: str, *values: Any) -> Ref:
+        if method == "poll":
+            return Ref(self.poll, lambda: self.is_gone or bool(self.samples))
+        self.events.append((self.name, method, *values[:1]))
+        self.is_gone |= method == self.lost
+        if method == "submit":
+            self.samples += [sample(request) for request in values[0]]
+        replies = {"transfer": [{"prove": False}] if "engine" in self.name else False}
+        replies["end"] = (
+            [{}] if "engine" in self.name else PublishReport(values[0] if values else 0, 1, 1, 1, True, 0.1)
+        )
+        return Ref(lambda: self.value(replies.get(method)))
+
+    def poll(self) -> Any:
+        samples, self.samples = self.samples, []
+        return self.value(pack(samples).numpy())
+
+
+def sample(request: Request) -> Sample:
+    tokens = torch.tensor([1, 2, 3])
+    return Sample(
+        request.prompt.prompt_id,
+        request.index,
+        tokens,
+        tokens > 1,
+        torch.zeros(3),
+        torch.tensor([-1, 3, 3], dtype=torch.int32),
+        "length",
+    )
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(Prompt(number, (1,), ""), index, 5, 1.0) for number in range(count) for index in range(2)]
+
+
+class Job:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3) -> None:
+        self.ray, self.events, self.made = Ray(), list[Any](), list[Actor]()
+        for module in (engines, ray_actors, controller):
+            monkeypatch.setattr(module, "ray", self.ray)
+        monkeypatch.setattr(engines, "end_family", lambda *values: self.events.append(("family", *values)))
+        monkeypatch.setattr(controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4])))
+        values = {"launch": {"topology": "split", "max_restarts": restarts}, "rollout": {"replicas": replicas}}
+        config = parse_config(values)
+        place: Any = SimpleNamespace(start=self.start)
+        self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
+        self.engines.start()
+        self.rank = Actor(self.events, "rank")
+        checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"))
+        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", "sync", 4)
+        self.engines.recover = self.weights.republish
+
+    def start(self, _kind: Any, number: int) -> Actor:
+        self.made.append(Actor(self.events, f"engine {number}"))
+        return self.made[-1]
+
+    def names(self, method: str) -> list[str]:
+        return [event[0] for event in self.events if event[1] == method]
+
+
+def test_all_join_receive_and_commit_before_a_prompt_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    with pytest.raises(CheckFailed, match="no engine has verified weights"):
+        job.engines.submit(requests(1))
+    assert job.weights.publish(version=3).version == 3
+    for method in ("join", "transfer", "end"):
+        assert sorted(job.names(method)) == ["engine 0", "engine 1", "rank"], method
+    job.weights.publish(version=3)
+    assert len(job.names("join")) == 3, "they join once"
+    samples = job.engines.sample(requests(4), version=3)
+    assert [(s.prompt_id, s.index) for s in samples] == [(n, i) for n in range(4) for i in range(2)]
+    with pytest.raises(CheckFailed, match="version 3, not 4"):
+        job.engines.sample(requests(1), version=4)
+
+
+def test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    job.made[1].is_gone = True
+    samples = [sample for _ in range(6) for sample in job.engines.poll()]
+    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+    assert job.ray.killed == [job.made[1]] and ("family", "node", [1], []) in job.events
+    assert [replica.is_ready for replica in job.engines.replicas] == [True, False] and len(job.made) == 3
+    assert job.names("transfer") == ["engine 0", "engine 1", "rank"], "no sync before the next publish"
+    job.weights.publish(version=4)
+    assert all(replica.is_ready for replica in job.engines.replicas) and len(job.names("join")) == 6
+
+
+def test_the_only_engine_is_started_synced_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, replicas=1)
+    job.weights.publish(version=3)
+    job.made[0].lost = "submit"
+    assert len(job.engines.sample(requests(2), version=3)) == 4
+    kinds = [event[:2] for event in job.events if event[0] == "engine 0"]
+    synced = [("engine 0", method) for method in ("join", "transfer", "end")]
+    assert kinds == [*synced, ("engine 0", "submit"), *synced, ("engine 0", "submit")]
+
+
+@pytest.mark.parametrize("method", ["join", "transfer", "end"])
+def test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    job = Job(monkeypatch)
+    job.made[0].lost = method
+    assert job.weights.publish(version=5).version == 5
+    assert len(job.names("join")) == 6 and job.ray.killed == [job.made[0]]
+    assert all(replica.is_ready for replica in job.engines.replicas)
+    assert ("barrier", 1 if method == "end" else 0, "engine 0") in job.events, "nobody waits for it"
+
+
+def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, restarts=1)
+    job.weights.publish(version=3)
+    job.made[0].lost = job.made[1].lost = "transfer"
+    with pytest.raises(CheckFailed, match=r"engine 1 was killed.*launch.max_restarts=1 are used up"):
+        job.weights.publish(version=4)
+
+
+def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    peer, gone = Actor(job.events, "rank 0"), Actor(job.events, "rank 1")
+    failure = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+    peer.value = lambda value: {"failure": failure}  # type: ignore[method-assign]
+    gone.is_gone = True
+    with pytest.raises(RankLost, match="rank 1 was killed") as lost:
+        TrainerRanks([peer, gone]).call("update")
+    assert lost.value.is_gone
+    refusal = exit_codes.to_record(Failure(0, exit_codes.REFUSED, "log-probs differ"))
+    peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
+    with pytest.raises(CheckFailed, match="log-probs differ"):
+        TrainerRanks([peer, peer]).call("update")
+    with pytest.raises(RankLost, match="log-probs differ"):
+        TrainerRanks([peer, Actor(job.events, "rank 1")]).call("update")
+
+
+def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, replicas=1)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(1))
+    job.engines.leave_ranks()
+    assert job.engines.running() == 0 and job.names("drop") == ["engine 0"]
+    job.made[0].samples.clear()
+    with pytest.raises(CheckFailed, match="no engine has verified weights"):
+        job.engines.submit(requests(1))
+    job.weights.publish(version=2)
+    assert len(job.names("join")) == 4
+    job.engines.submit(requests(1))
+    assert len(job.engines.poll()) == 2

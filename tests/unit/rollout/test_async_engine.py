@@ -1,0 +1,174 @@
+"""A replica of the split topology around a stand-in for vLLM's AsyncLLM; with vLLM itself it is tested in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import Config
+from megarl.platform.children import Children
+from megarl.rollout.async_engine import AsyncEngine
+from megarl.rollout.exchange import unpack
+from megarl.types import CheckFailed, Prompt, Request, Sample
+
+
+class Llm:
+    """Samples a token whenever it is told to `step`; a request of three tokens is finished."""
+
+    model_config = SimpleNamespace(max_model_len=16)
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.version, self.is_paused = "default", False
+        self.running: dict[str, list[str]] = {}  # request -> the version of each of its tokens
+        self.done: dict[str, asyncio.Future[str]] = {}
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+        self.running[request_id] = []
+        self.done[request_id] = asyncio.get_running_loop().create_future()
+        reason = await self.done[request_id]
+        versions = self.running.pop(request_id)
+        spans = [SimpleNamespace(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
+        logprobs = SimpleNamespace(logprobs=[-0.5] * len(versions))
+        answer = SimpleNamespace(
+            token_ids=[7] * len(versions), logprobs=logprobs, finish_reason=reason, weight_versions=spans
+        )
+        yield SimpleNamespace(outputs=[answer], num_cached_tokens=0)
+
+    async def step(self) -> None:
+        for name, versions in list(self.running.items()) * (not self.is_paused):
+            versions.append(self.version)
+            if len(versions) == 3:
+                self.done[name].set_result("length")
+        await asyncio.sleep(0)
+
+    async def abort(self, names: list[str]) -> None:
+        for name in names:
+            self.done[name].set_result("abort")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.is_paused = True
+        self.calls.append(("pause", mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        self.is_paused = False
+        self.calls.append("resume")
+
+    async def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        self.calls.append((method, *args))
+        return [{"prove": True}] if method == "sync_transfer" else [{}]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> AsyncEngine:
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    return AsyncEngine(Llm(), Config(), tmp_path, Children({}, set()), [9], 0)
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(Prompt(number, (1, 2), ""), number, 5, 1.0) for number in range(count)]
+
+
+async def publish(engine: AsyncEngine, version: int, *, committed: bool = True) -> None:
+    assert await engine.transfer(version) == [{"prove": True}] and not engine.is_ready
+    await engine.end(version, committed)
+
+
+async def poll(engine: AsyncEngine) -> list[Sample]:
+    return unpack(torch.tensor(await asyncio.wait_for(engine.poll(), 5)))
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def test_no_prompt_before_a_verified_sync(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        for prepare in (None, False):
+            if prepare is not None:
+                await publish(engine, 1, committed=False)
+            with pytest.raises(CheckFailed, match="engine 0 has no verified weights"):
+                engine.submit(requests(1))
+        assert engine.llm.is_paused, "a sync that failed leaves it so"
+        await publish(engine, 1)
+        engine.submit(requests(1))
+        with pytest.raises(ValueError, match="prompt 3 has 16 tokens, but the engine accepts 1 to 15"):
+            engine.submit([Request(Prompt(3, (1,) * 16, ""), 0, 5, 1.0)])
+
+    asyncio.run(run())
+    kinds = [call if isinstance(call, str) else call[0] for call in engine.llm.calls]
+    assert kinds == ["pause", "sync_transfer", "sync_end"] * 2 + ["reset", "resume"]
+    assert ("pause", "keep", True) in engine.llm.calls
+
+
+def test_weights_change_in_flight_and_each_token_has_its_version(engine: AsyncEngine) -> None:
+    async def run() -> list[Sample]:
+        await publish(engine, 4)
+        engine.submit(requests(2))
+        await settle()
+        await engine.llm.step()
+        await publish(engine, 5)
+        await engine.llm.step()
+        await engine.llm.step()
+        return await poll(engine)
+
+    for number, sample in enumerate(asyncio.run(run())):
+        assert sample.versions.tolist() == [-1, -1, 4, 5, 5] and (sample.prompt_id, sample.index) == (number, number)
+        assert sample.trainable.tolist() == [False, False, True, True, True] and sample.finish == "length"
+        assert sample.rollout_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
+
+
+def test_aborted_requests_come_back_with_what_they_have_and_dropped_ones_do_not(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        await publish(engine, 1)
+        engine.submit(requests(3))
+        await settle()
+        await engine.llm.step()
+        await engine.abort([(1, 1)])
+        (aborted,) = await poll(engine)
+        assert (aborted.prompt_id, aborted.finish, len(aborted.tokens)) == (1, "abort", 3)
+        await engine.drop()
+        engine.submit(requests(1))
+        await settle()
+        for _ in range(3):
+            await engine.llm.step()
+        await settle()
+        samples: list[Sample] = []
+        while not samples:
+            samples = await poll(engine)
+        assert [sample.prompt_id for sample in samples] == [0], "the new one alone"
+        assert not engine._requests and not engine._finished
+
+    asyncio.run(run())
+
+
+def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        await publish(engine, 1)
+        waiting = asyncio.ensure_future(engine.poll())
+        hanging: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        engine.llm.collective_rpc = lambda method, args: hanging
+        receiving = asyncio.ensure_future(engine.transfer(2))
+        await settle()
+        engine._lose("its process VLLM::EngineCore (7) has ended")
+        for call in (waiting, receiving):
+            with pytest.raises(RuntimeError, match="engine 0 is lost: its process VLLM::EngineCore"):
+                await asyncio.wait_for(call, 5)
+        with pytest.raises(CheckFailed):
+            engine.submit(requests(1))
+
+    asyncio.run(run())
