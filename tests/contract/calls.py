@@ -90,10 +90,23 @@ def from_text(text: str) -> inspect.Signature:
 
 def uses(sources: Sources) -> list[Use]:
     """Without attributes that megarl itself adds to a package's objects."""
-    files = [_File(path, ast.parse(text)) for path, text in sources.items()]
+    trees = {path: ast.parse(text) for path, text in sources.items()}
+    returned = dict(found for tree in trees.values() for found in _returned(tree))
+    files = [_File(path, tree, returned) for path, tree in trees.items()]
     added = {path for file in files for path in file.added}
     found = (use for file in files for use in file.uses if not added & set(prefixes(use.path)))
     return [replace(use, path=path) for use in found for path in _concrete(use.path)]
+
+
+def _returned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """(`f()`, a dictionary with its keys) of each function that returns one, or one and others that are not known."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and isinstance(last := node.body[-1], ast.Return) and last.value:
+            values = {x.target.id: x.value for x in node.body if isinstance(x, ast.AnnAssign) and x.value and
+                      isinstance(x.target, ast.Name)}  # fmt: skip
+            value = last.value.left if isinstance(last.value, ast.BinOp) else last.value
+            if keys := _spread(value, values):
+                yield f"{node.name}()", ast.Dict([ast.Constant(key) for key in keys], [ast.Constant(0)] * len(keys))
 
 
 def _concrete(path: str) -> list[str]:
@@ -102,7 +115,8 @@ def _concrete(path: str) -> list[str]:
 
 
 class _File:
-    def __init__(self, path: str, tree: ast.Module) -> None:
+    def __init__(self, path: str, tree: ast.Module, returned: Mapping[str, ast.expr]) -> None:
+        """`returned`: what functions return, as `_returned` gives it."""
         self.path = path
         self.uses: list[Use] = []
         self.added: set[str] = set()  # paths that are assigned to
@@ -118,7 +132,7 @@ class _File:
         for node in tree.body:
             if isinstance(node, Function) and node.returns:
                 self.results[node.name] = self._annotated(node.returns)
-        self._body(tree.body, {}, {})
+        self._body(tree.body, {}, dict(returned))
 
     def _add(self, node: ast.AST, path: str, **more: object) -> None:
         self.uses.append(Use(f"{self.path}:{node.lineno}", path, **more))  # type: ignore[attr-defined, arg-type]
@@ -270,6 +284,8 @@ def _spread(node: ast.expr, values: Mapping[str, ast.expr]) -> set[str] | None:
     """The keys of a dictionary given by **; None if they cannot be read."""
     if isinstance(node, ast.Name) and node.id in values:
         return _spread(values[node.id], {name: x for name, x in values.items() if name != node.id})
+    if isinstance(node, ast.Call) and (returned := values.get(f"{_dotted(node.func)}()")):
+        return _spread(returned, values)
     if isinstance(node, ast.IfExp):
         branches = [_spread(node.body, values), _spread(node.orelse, values)]
         return None if None in branches else set().union(*(keys for keys in branches if keys))

@@ -70,7 +70,7 @@ def test_a_name_that_is_gone_is_seen(path):
     ("file", "old", "new", "message"),
     [
         ("rollout/engine.py", "wake_up(tags=", "wake_up(parts=", "unexpected keyword argument 'parts'"),
-        ("rollout/engine.py", "prompt_logprobs=0", "prompts_logprobs=0", "unexpected keyword argument"),
+        ("rollout/arguments.py", "prompt_logprobs=0", "prompts_logprobs=0", "unexpected keyword argument"),
         ("trainer/optimizer.py", '"pin_cpu_grads"', '"pin_grads"', "unexpected keyword argument 'pin_grads'"),
         ("trainer/optimizer.py", "chunk.zero_grad_buffer()", "chunk.zero_grads()", "is not in the recorded packages"),
         ("trainer/optimizer.py", "part.get_parameters()", "part.parameters()", "is not in the recorded packages"),
