@@ -138,7 +138,8 @@ class Place:
         options = {"num_cpus": 1, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
         log = self.logs / f"{name}_{number}.log"
-        return kind.options(**options, **calls).remote(number, str(log), self.environment)
+        actor: Any = kind  # decorated by ray.remote
+        return actor.options(**options, **calls).remote(number, str(log), self.environment)
 
 
 @dataclass

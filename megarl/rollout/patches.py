@@ -44,7 +44,8 @@ def fp8_kernels() -> Iterator[None]:
 
     originals = CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device
     if current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16:
-        CPUFp8BlockScaledMMKernel.is_supported = staticmethod(lambda *_: (True, None))
+        supported: Any = staticmethod(lambda *_: (True, None))
+        CPUFp8BlockScaledMMKernel.is_supported = supported
         CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
     try:
         yield

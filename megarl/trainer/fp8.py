@@ -53,7 +53,8 @@ class Rounding:
     gradients: torch.dtype = torch.float8_e4m3fn
 
     def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
-        return self._round(weight_NK, self.weight[::-1] if transposed else self.weight, torch.float8_e4m3fn)
+        rows, columns = self.weight
+        return self._round(weight_NK, (columns, rows) if transposed else (rows, columns), torch.float8_e4m3fn)
 
     def of_rows(self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False) -> Tensor:
         across = min(1, self.length)
@@ -123,11 +124,13 @@ def _forward(
 def emulate(chunks: Sequence[GPTModel], fp8: Fp8) -> None:
     """Makes the linear layers of the decoder round as the recipe does."""
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
+        layers: Any = chunk.decoder.layers
+        for layer in layers:
             if is_in_fp8(layer.layer_number - 1, chunk.config.num_layers, fp8):
                 for module in layer.modules():
                     if isinstance(module, Seam):
-                        module._forward_impl = partial(_forward, RECIPES[fp8.recipe])
+                        rounded: Any = partial(_forward, RECIPES[fp8.recipe])
+                        module._forward_impl = rounded
 
 
 def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
