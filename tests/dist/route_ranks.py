@@ -26,7 +26,7 @@ from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
 from megarl.launch.build import Rank
-from megarl.launch.run_rl import Engine, _exchange, _rollouts, _synced, parity_checks
+from megarl.launch.run_rl import Engine, _exchange, _synced, make_rollouts, parity_checks
 from megarl.layout import Layout
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
@@ -41,6 +41,9 @@ RECOMPUTED = [{"recompute": "none"}, {"recompute": "full"}, {"recompute": "selec
 
 class Prompts:
     """One that fills three blocks of the prefix cache, and short ones."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, float] = {}
 
     def take(self, count: int) -> list[Prompt]:
         lengths = [110, 5, 40, 9][:count]
@@ -87,7 +90,7 @@ def _rerouted(compute: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
 def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
     """The batch, and how many tokens of prompts came from the prefix cache."""
     exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
-    rollout = replace(_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
+    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
     samples = [sample for group in rollout.groups for sample in group.samples]
     for sample in samples:
         assert sample.routes is not None
@@ -222,7 +225,7 @@ def _seconds(rank: Rank, engine: Engine, *, captures: int) -> float:
     if captures:
         capture.start()
     exchange, began = replace(_exchange(rank, engine), rewards=make_scorer(())), process_time()
-    replace(_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
+    replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
     return process_time() - began
 
 

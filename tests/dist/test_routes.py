@@ -69,6 +69,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     check(launch(tmp_path, 2, TWO), TWO)
 
 
+@pytest.mark.long
 @pytest.mark.exhaustive
 def test_eight_layouts_on_four_ranks(tmp_path: Path) -> None:
     check(launch(tmp_path, 4, FOUR), FOUR)

@@ -33,7 +33,14 @@ def test_trained_one_step_and_exported_in_its_own_format(tmp_path: Path, kind: s
     """What the export's readers see is the trained weight, rounded once. Two ranks cut blocks."""
     folder, fmt, parts = make_quantised(kind, tmp_path)
     layout = "parallel={tensor: 2, expert: 2}"
-    train("configs/sft.yaml", folder, tmp_path, layout, "checkpoint={every: 1, export_hf: end, export_format: same}")
+    train(
+        "configs/sft.yaml",
+        folder,
+        tmp_path,
+        layout,
+        "sft.patience=null",
+        "checkpoint={every: 1, export_hf: end, export_format: same}",
+    )
     exported, trained = tmp_path / "run/hf", tmp_path / "trained"
     options: dict[str, Any] = {"config": folder, "file_bytes": 1 << 30, "interactive": False}
     run_convert(tmp_path / "run/checkpoints/step_1", trained, "hf", Parallel(), **options)

@@ -126,6 +126,7 @@ SMALL = ("train.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.cp
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive  # several minutes: Ray and two engines start for each
 @pytest.mark.usefixtures("clean")
 def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path) -> None:
     """Also: checkpoints of either topology resume in the other."""
@@ -161,6 +162,7 @@ def gcs_address(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive  # several minutes: Ray and two engines start for each
 @pytest.mark.usefixtures("clean")
 def test_what_is_killed_is_replaced_and_the_numbers_stay(tmp_path: Path) -> None:
     """An engine's core and its actor, then a rank of the trainer; each while the run goes on."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.spawn import _lock
+from megarl.launch.spawn import lock_run_dir
 
 STAND_IN = str(Path(__file__).parent / "stand_in")
 LAUNCH = """
@@ -161,14 +161,17 @@ def test_killed_launcher_takes_its_ranks_along_and_the_name_is_free(tmp_path: Pa
 def test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link(tmp_path: Path) -> None:
     run, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(run)
-    with _lock(run):
+    with lock_run_dir(run):
         for folder in (run, link):
-            with pytest.raises(ValueError, match=rf"is in use by another run \(pid {os.getpid()}\)"), _lock(folder):
+            with (
+                pytest.raises(ValueError, match=rf"is in use by another run \(pid {os.getpid()}\)"),
+                lock_run_dir(folder),
+            ):
                 pass
         (run / ".lock").unlink()
-        with pytest.raises(ValueError, match="is in use by another run"), _lock(run):
+        with pytest.raises(ValueError, match="is in use by another run"), lock_run_dir(run):
             pass
-    with _lock(run):
+    with lock_run_dir(run):
         assert (run / ".lock").read_text() == str(os.getpid())
 
 
@@ -182,7 +185,7 @@ def test_a_file_system_that_locks_no_folders(tmp_path: Path, monkeypatch: pytest
         flock(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", nfs)
-    with _lock(tmp_path), pytest.raises(ValueError, match="is in use by another run"), _lock(tmp_path):
+    with lock_run_dir(tmp_path), pytest.raises(ValueError, match="is in use by another run"), lock_run_dir(tmp_path):
         pass
 
 
@@ -192,7 +195,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
     with (
         pytest.raises(ValueError, match=r"\.lock cannot be locked \(.*\); remove it, or set run\.dir"),
-        _lock(tmp_path / "run"),
+        lock_run_dir(tmp_path / "run"),
     ):
         pass
     assert (tmp_path / "target").read_text() == "kept"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -317,6 +318,8 @@ def test_causes_reach_the_counts_of_the_step():
         return scorer.score([request.prompt for request in requests], samples)
 
     class One:
+        kept = MappingProxyType({})
+
         def take(self, count):
             return [prompt]
 

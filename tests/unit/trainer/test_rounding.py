@@ -51,7 +51,7 @@ def test_a_large_batch_needs_fewer_draws(batches: float, draws: int, tmp_path: P
     monkeypatch.setattr(parity, "ENOUGH", int(batch.mask.sum()) * batches)
     forward = trainer.forward
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "forward", lambda batch: (calls.append(1), forward(batch))[1])
+        patched.setattr(trainer, "forward", lambda batch, **options: (calls.append(1), forward(batch, **options))[1])
         measure_logprobs(trainer, batch)
     assert len(calls) == 1 + draws
     trainer.close()
