@@ -28,7 +28,10 @@ def train(config: str, folder: Path, runs: Path, *overrides: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3-fp8", "deepseek_v3-int4", "gpt_oss-mxfp4"])
+OTHERS = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("deepseek_v3-int4", "gpt_oss-mxfp4")]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3-fp8", *OTHERS])
 def test_trained_one_step_and_exported_in_its_own_format(tmp_path: Path, kind: str) -> None:
     """What the export's readers see is the trained weight, rounded once. Two ranks cut blocks."""
     folder, fmt, parts = make_quantised(kind, tmp_path)
@@ -61,6 +64,7 @@ def test_trained_one_step_and_exported_in_its_own_format(tmp_path: Path, kind: s
         assert all(torch.equal(tensor, theirs[name].view_as(tensor)) for name, tensor in read_all(exported).items())
 
 
+@pytest.mark.exhaustive
 def test_the_engine_samples_a_quantised_model(tmp_path: Path) -> None:
     folder, *_ = make_quantised("qwen3_moe-fp8", tmp_path)
     train("configs/tiny_moe.yaml", folder, tmp_path, "checkpoint.every=0", "checkpoint.export_hf=never")
