@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.checkpoint.hf_folder import copy_model_files, file_names, split_by_size, write_index
+from megarl.models.lora import WEIGHTS
 from megarl.models.shards import whole_tensor
 from megarl.platform.json_text import parse_json
 from megarl.weights.execute import MemoryReceiver
@@ -33,7 +34,7 @@ ROUND_BYTES = 256 << 20  # received by a rank at a time
 def export_hf(
     folder: Path,
     *,
-    origin: Path,  # folder of config and tokenizer
+    origin: Path | None,  # folder of config and tokenizer; None: adapters, in one file
     shapes: Mapping[str, tuple[int, ...]],  # every tensor of the checkpoint
     sources: SlicesByRank,  # [rank] -> slices of the tensors in its parameters
     parameters: Callable[[], Mapping[str, Tensor]],
@@ -51,14 +52,16 @@ def export_hf(
     if transport.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        copy_model_files(origin, staging)
+        if origin is not None:
+            copy_model_files(origin, staging)
         for name, values in (changes or {}).items():
-            text = json.dumps(parse_json((staging / name).read_bytes()) | dict(values), indent=2)
+            old = parse_json((staging / name).read_bytes()) if (staging / name).is_file() else {}
+            text = json.dumps(old | dict(values), indent=2)
             (staging / name).write_text(text + "\n", encoding="utf-8")
     transport.gather(None)  # the folder exists
     sizes = {name: prod(shape) * (4 if name in fp32 else dtype.itemsize) for name, shape in shapes.items()}
-    files = split_by_size(sizes, file_bytes, sizes.__getitem__)
-    names = file_names(len(files))
+    files = split_by_size(sizes, sum(sizes.values()) if origin is None else file_bytes, sizes.__getitem__)
+    names = [WEIGHTS] if origin is None else file_names(len(files))
     device = next(iter(parameters().values())).device
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]

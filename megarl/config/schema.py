@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Iterative, Options, Reward, Section
+from megarl.config.section import Iterative, Lora, Options, Reward, Section
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -376,6 +376,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     train: Train = Train()
     trainer: Trainer = Trainer()
+    lora: Lora | None = None  # None: all weights are trained
     precision: Precision = Precision()
     sft: Sft = Sft()
     dpo: Dpo = Dpo()

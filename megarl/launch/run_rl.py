@@ -53,8 +53,9 @@ from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
-from megarl.models.registry import fp32_tensors, hf_shapes
-from megarl.models.shards import slices_of
+from megarl.models.lora import AdapterFormat, adapter_table
+from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
+from megarl.models.shards import shapes_of, slices_by_rank, slices_of
 from megarl.planner.weight_sync import fleet_of, plan_of
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
@@ -69,6 +70,7 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
+from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 PARITY_PROMPTS = 8
@@ -250,9 +252,18 @@ def make_engine(rank: Rank) -> Engine:
         shapes=hf_shapes(rank.shape),
         fp32=fp32_tensors(rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
+        adapters=_engine_adapters(rank),
     )
     engine.before_steps(partial(_before_engine_step, rank))
     return engine
+
+
+def _engine_adapters(rank: Rank) -> AdapterFormat | None:
+    shape, lora = rank.shape, rank.config.lora
+    if lora is None or lora.sync == "merged":
+        return None
+    table = adapter_table(megatron_table(shape, spec="local", padded_vocab=shape.vocab), lora.targets, lora.rank)
+    return AdapterFormat(shapes_of(table, shape), lora.rank, lora.alpha)
 
 
 def _before_engine_step(rank: Rank) -> None:
@@ -336,26 +347,38 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher | AdapterPublisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
+    adapters = trainer.adapters if config.lora is not None and config.lora.sync == "adapter" else None
+    receiver: Any = engine.receiver
+    kept = receiver if adapters is None else receiver.base  # what gets the weights
+    parameters = trainer.merged_parameters if adapters is None else trainer.parameters_by_name
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    ranks = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
+    ranks: dict[str, Any] = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
     if shape.bridge:
-        table, kept = None, rank.transport.gather(list(engine.receiver.slices))
-        plan = plan_slices(weights, trainer.slices_by_rank(), kept, round_bytes=config.sync.round_bytes, **ranks)
+        table, slices = None, rank.transport.gather(list(receiver.slices))
+        plan = plan_slices(weights, trainer.slices_by_rank(), slices, round_bytes=config.sync.round_bytes, **ranks)
     else:
         table = slices_of(engine_table(shape), shape, fleet.engine_layout(env.rank))
         plan = plan_of(config, shape, fleet, spec="te" if rank.device.is_cuda else "local")
-    return Publisher(
+    first = Publisher(
         plan,
-        WeightSender(trainer.local_slices(), trainer.parameters_by_name),
-        engine.receiver,
+        WeightSender(trainer.local_slices(), parameters),
+        kept,
         rank.transport,
         weights,
         table=table,
-        probe=probe,
+        probe=probe if adapters is None else None,
         is_atomic=config.sync.atomic,
         **ranks,
     )
+    if adapters is None:
+        return first
+    weights = WeightFormat(adapters.shapes, weights.dtype)
+    sources = slices_by_rank(adapters.table, shape, trainer.layout)
+    wanted, ranks["ranks_per_replica"] = rank.transport.gather(list(receiver.slices)), 1  # every rank needs them whole
+    plan = plan_slices(weights, sources, wanted, round_bytes=config.sync.round_bytes, **ranks)
+    sender = WeightSender(adapters.slices, lambda: adapters.parameters)
+    return AdapterPublisher(first, Publisher(plan, sender, receiver, rank.transport, weights, probe=probe, **ranks))

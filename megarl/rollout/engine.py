@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import Rollout
+from megarl.models.lora import AdapterFormat
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
@@ -29,6 +30,7 @@ from megarl.types import CheckFailed, Finish, Request, Sample
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+    from megarl.rollout.adapters import AdapterReceiver
     from megarl.rollout.weight_loader import LayerReceiver
 
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
@@ -38,7 +40,12 @@ class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
     def __init__(
-        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool
+        self,
+        llm: LLM,
+        rollout: Rollout,
+        stop_token_ids: Sequence[int],
+        receiver: LayerReceiver | AdapterReceiver,
+        eager: bool,
     ) -> None:
         self.receiver = receiver
         self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
@@ -58,6 +65,7 @@ class Engine:
         shapes: Mapping[str, tuple[int, ...]],
         fp32: frozenset[str] = frozenset(),
         trust_remote_code: bool = False,
+        adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights.
 
@@ -70,12 +78,11 @@ class Engine:
         from vllm import LLM
 
         from megarl.rollout import patches
-        from megarl.rollout.loader_trace import trace_loader
-        from megarl.rollout.weight_loader import LayerReceiver
+        from megarl.rollout.adapters import engine_options
 
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if rollout.enforce_eager is None else rollout.enforce_eager
-        with patches.segment_names(prefix), _compiler(eager), warnings.catch_warnings():
+        with patches.applied(prefix), _compiler(eager), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             settings: dict[str, Any] = {
                 "load_format": "dummy",
@@ -95,6 +102,7 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
             }
+            settings |= engine_options(adapters) if adapters else {}
             settings |= {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
             llm = LLM(str(folder), **settings)
         dist.barrier()
@@ -103,9 +111,7 @@ class Engine:
         # vLLM would destroy the default process group, which is also the trainer's, when collected or at exit
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
-        model = llm.apply_model(lambda model: model)[0]
-        trace = trace_loader(model, shapes, dtype)
-        receiver = LayerReceiver(model, trace, dtype, llm.reset_prefix_cache, fp32)
+        receiver = _make_receiver(llm, adapters, shapes, dtype, fp32)
         return cls(llm, rollout, stop_token_ids, receiver, eager)
 
     def before_steps(self, function: Callable[[], None]) -> None:
@@ -260,7 +266,8 @@ class Engine:
             return
         with _compiler(self._eager):
             inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            ids = self._llm.enqueue(inputs, params, use_tqdm=False)  # an output has its id up to the "-"
+            ids = self._llm.enqueue(inputs, params, lora_request=self.receiver.request, use_tqdm=False)
+            # an output has its id up to the "-"
             numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():
                 done = [output for output in self._llm.llm_engine.step() if output.finished]
@@ -288,6 +295,23 @@ def _sample(request: Request, output: RequestOutput, version: int) -> Sample:
         finish=FINISHES.get(answer.finish_reason, "abort"),
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
     )
+
+
+def _make_receiver(
+    llm: LLM,
+    adapters: AdapterFormat | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    fp32: frozenset[str],
+) -> LayerReceiver | AdapterReceiver:
+    from megarl.rollout.adapters import AdapterReceiver, unwrapped
+    from megarl.rollout.loader_trace import trace_loader
+    from megarl.rollout.weight_loader import LayerReceiver
+
+    model = llm.apply_model(lambda model: model)[0]
+    with unwrapped(model):
+        weights = LayerReceiver(model, trace_loader(model, shapes, dtype), dtype, llm.reset_prefix_cache, fp32)
+    return AdapterReceiver(model, weights, adapters, llm.reset_prefix_cache) if adapters else weights
 
 
 def _moe_backend() -> str:

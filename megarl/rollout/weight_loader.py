@@ -39,6 +39,8 @@ class LayerReceiver:
     `fp32`: HF tensors that stay fp32; they move as twice as many elements if `dtype` is a 16-bit type.
     """
 
+    request = None  # vLLM's, of an adapter
+
     def __init__(
         self,
         model: nn.Module,
@@ -53,7 +55,7 @@ class LayerReceiver:
         self.version: int | None = None
         self._modules = dict(model.named_modules())
         self._aliases = trace.aliases
-        self._dtype = dtype
+        self.dtype = dtype
         self._fp32 = fp32
         self._reset_cache = reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
@@ -102,7 +104,7 @@ class LayerReceiver:
             raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
-                layer.process_weights_after_loading(self._dtype)  # type: ignore[operator]
+                layer.process_weights_after_loading(self.dtype)  # type: ignore[operator]
         self._reset_cache()
         self.state = "sealed"
         return dict(self._loaded)
@@ -128,7 +130,7 @@ class LayerReceiver:
         parameter = getattr(self._modules[module], leaf)
         if name in self._fp32 and parameter.dtype != torch.float32:
             raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but the trainer in fp32")
-        return strided_view(parameter, where, shape, self._dtype if name in self._fp32 else parameter.dtype)
+        return strided_view(parameter, where, shape, self.dtype if name in self._fp32 else parameter.dtype)
 
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
@@ -147,7 +149,7 @@ class LayerReceiver:
         for number, part in self._slices[module] if self._sums else ():
             view = self._view(part.name, part, part.shape)
             # as it was sent: the engine may keep it in a wider dtype
-            self._sums[number] = positional_checksum(view.to(self._dtype), part.start)
+            self._sums[number] = positional_checksum(view.to(self.dtype), part.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()

@@ -7,6 +7,7 @@ from planted.gpu import GPU
 from planted.iterative import ITERATIVE
 from planted.jail import JAIL
 from planted.judging import JUDGED
+from planted.lora import LORA
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.reward_models import REWARD_MODELS
@@ -25,6 +26,7 @@ MUTANTS = [
     *ITERATIVE,
     *JAIL,
     *JUDGED,
+    *LORA,
     *MODELS,
     *PREFERENCES,
     *REWARD_MODELS,
