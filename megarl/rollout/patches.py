@@ -33,7 +33,7 @@ def applied(prefix: str) -> Iterator[None]:
 
     _CPUSHMDistributed.make_group_name = staticmethod(named)
     if not torch.cuda.is_available():
-        experts.select_unquantized_moe_backend = lambda config: select(replace(config, is_lora_enabled=False))
+        experts.select_unquantized_moe_backend = lambda moe_config: select(replace(moe_config, is_lora_enabled=False))
     try:
         yield
     finally:

@@ -97,8 +97,9 @@ class Adapters:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self._layout, self._groups = layout, groups
         self._partial: list[Any] = []  # parameters whose gradients are summed over the tensor ranks of experts
-        for chunk in chunks:
-            chunk.requires_grad_(False)
+        for weight in (x for chunk in chunks for x in chunk.requires_grad_(False).parameters()):
+            if weight.device.type == "cpu":
+                weight.data = weight.data.clone()  # read by numpy, its storage could not be resized (offload.py)
         self._attach(chunks, slices_of(base, shape, layout))
         self._fill(seed)
         for chunk in chunks:
