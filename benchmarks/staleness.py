@@ -55,7 +55,7 @@ class Job:
 
 class Clock:
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.late = 0.0
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -66,13 +66,16 @@ class RealClock:
 
     def __init__(self, scale: float) -> None:
         self.scale, self._start = scale, time.monotonic()
+        self.late = 0.0  # by how much the machine has overslept, beside other work: no time of the schedule
 
     @property
     def now(self) -> float:
         return (time.monotonic() - self._start) / self.scale
 
     def sleep(self, seconds: float) -> None:
+        began = time.monotonic()
         time.sleep(seconds * self.scale)
+        self.late += (time.monotonic() - began) / self.scale - seconds
 
 
 @dataclass
@@ -343,7 +346,7 @@ def play(
         state=idle, steps=job.steps, prompts_per_step=job.prompts_per_step,
     )  # fmt: skip
     train(run)
-    result.seconds = clock.now
+    result.seconds = clock.now - clock.late
     if isinstance(engines, ThreadedEngines):
         engines.close()
     return result

@@ -8,10 +8,11 @@ Finished samples are fetched whenever anyone asks whether a round is done, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from megarl.roles import AsyncSampler, Rewards, Scoring, Weights
-from megarl.types import PublishReport, Request, Sample
+from megarl.types import PublishReport, Request, Sample, Terminated
 
 Key = tuple[int, int]  # of a request: its prompt's id and its index
 
@@ -22,17 +23,21 @@ class OpenRound:
 
     missing: set[Key]
     scoring: Scoring
-    fetch: Callable[[float | None], None]
+    overlap: Overlap
     samples: list[Sample] = field(default_factory=list)
 
     def is_done(self) -> bool:
-        self.fetch(0.0)
+        self.overlap.fetch(0.0)
         return not self.missing
 
     def result(self) -> list[Sample]:
         while self.missing:
-            self.fetch(None)
-        return self.scoring.results(sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.index)))
+            self.overlap.fetch(None)
+        with self.overlap.span("reward"):  # what generation has not hidden
+            samples = self.scoring.results(sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.index)))
+        if self.overlap.is_stopping():  # SIGTERM may have ended a reward's processes, too
+            raise Terminated("stopped by SIGTERM")
+        return samples
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Overlap:
 
     sampler: AsyncSampler
     rewards: Rewards
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    is_stopping: Callable[[], bool] = lambda: False
     _rounds: dict[Key, OpenRound] = field(default_factory=dict)  # of each request that is not back
 
     def begin(self, requests: Sequence[Request], *, version: int) -> OpenRound:
@@ -48,7 +55,7 @@ class Overlap:
         keys = {(request.prompt.prompt_id, request.index) for request in requests}
         prompts = {request.prompt.prompt_id: request.prompt for request in requests}
         assert not keys & self._rounds.keys(), "a request is known by its prompt and index"
-        started = OpenRound(keys, self.rewards.start(list(prompts.values())), self._fetch)
+        started = OpenRound(keys, self.rewards.start(list(prompts.values())), self)
         self._rounds |= dict.fromkeys(keys, started)
         self.sampler.submit(requests)
         return started
@@ -62,9 +69,10 @@ class Overlap:
     def drain(self) -> None:
         """Waits until nothing is being sampled."""
         while self.sampler.running():
-            self._fetch(None)
+            self.fetch(None)
 
-    def _fetch(self, timeout_s: float | None) -> None:
+    def fetch(self, timeout_s: float | None) -> None:
+        """Waits for a sample, at most this long (None: as long as it takes)."""
         for sample in self.sampler.poll(timeout_s):
             key = sample.prompt_id, sample.index
             round_ = self._rounds.pop(key)

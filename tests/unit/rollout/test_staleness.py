@@ -16,7 +16,7 @@ from benchmarks.staleness import Clock, Engines, Job, Result, Scoring, Stream, p
 from megarl.rollout.overlap import OpenRound, Overlap
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.telemetry.ledger import audit
-from megarl.types import CheckFailed, Prompt, Request, Sample
+from megarl.types import CheckFailed, Prompt, Request, Sample, Terminated
 
 JOB = Job(steps=8, prompts_per_step=4, samples_per_prompt=3, slots=6)
 jobs = st.builds(
@@ -102,17 +102,17 @@ class Impatient(Overlap):
 
     def begin(self, requests, *, version):
         started = super().begin(requests, version=version)
-        return Cut(started.missing, started.scoring, started.fetch, started.samples, len(requests) * 3 // 4)
+        return Cut(started.missing, started.scoring, started.overlap, started.samples, len(requests) * 3 // 4)
 
 
 class Cut(OpenRound):
-    def __init__(self, missing, scoring, fetch, samples, enough) -> None:
-        super().__init__(missing, scoring, fetch, samples)
+    def __init__(self, missing, scoring, overlap, samples, enough) -> None:
+        super().__init__(missing, scoring, overlap, samples)
         object.__setattr__(self, "enough", enough)
 
     def result(self):
         while len(self.samples) < self.enough:
-            self.fetch(None)
+            self.overlap.fetch(None)
         missing = {prompt_id for prompt_id, _ in self.missing}
         return self.scoring.results([sample for sample in self.samples if sample.prompt_id not in missing])
 
@@ -178,7 +178,7 @@ def test_real_time_is_that_of_the_clock(tmp_path: Path, bound: int) -> None:
     """The same loop with threads that sleep: the same events, in the same order, and within 10% the same time."""
     job = replace(JOB, steps=5, train_s=80.0, sync_s=4.0)
     expected = play(job, bound, tmp_path)
-    runs = [play(job, bound, tmp_path, scale=0.004) for _ in range(3)]
+    runs = [play(job, bound, tmp_path, scale=0.006) for _ in range(3)]
     assert all(run.events == expected.events for run in runs)
     assert all(trained_ids(run) == trained_ids(expected) for run in runs)
     assert statistics.median(run.seconds for run in runs) == pytest.approx(expected.seconds, rel=0.1)
@@ -203,6 +203,9 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
     over.begin(requests, version=4)
     over.drain()
     assert not engines.running()
+    over = Overlap(engines, Scoring(), is_stopping=lambda: True)
+    with pytest.raises(Terminated):
+        over(requests, version=4)
 
 
 def test_spans_of_versions(tmp_path: Path) -> None:
