@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megarl.rollout.engine import sample_versions
+from megarl.rollout.arguments import sample_versions
 from megarl.rollout.overlap import BetweenRequests, Overlap
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.rl import RlRun, train

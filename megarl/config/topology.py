@@ -11,8 +11,9 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     """Raises ValueError with a one-line message."""
     launch, rollout, train = config.launch, config.rollout, config.train
     if launch.topology == "colocated":
-        for key, value in {"rollout.replicas": rollout.replicas, "launch.dashboard": launch.dashboard or None}.items():
-            if value is not None:
+        ours = {"rollout.replicas": rollout.replicas, "launch.dashboard": launch.dashboard}
+        for key, value in (ours | {"rollout.max_staleness": rollout.max_staleness}).items():
+            if value:
                 raise ValueError(f"{key}={value} is for launch.topology=split; remove it, or set the topology")
         if launch.max_restarts != Launch().max_restarts:
             raise ValueError(
