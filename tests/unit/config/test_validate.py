@@ -195,7 +195,7 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["rollout.tensor=2", "of model.layers.*.self_attn", "choose rollout.tensor from 1"],
         ),
-        ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "0"]),
+        ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "launch.topology=split"]),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
         ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),
