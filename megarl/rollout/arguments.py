@@ -13,6 +13,7 @@ from megarl.config.schema import Rollout
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import quantization_config
 from megarl.models.registry import read_model
+from megarl.platform.json_text import parse_json
 from megarl.types import Finish, Request, Sample
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ def engine_settings(
     on_cpu = not torch.cuda.is_available()
     # by default none: the trainer's weights are not quantised, whatever format the model came in
     quantization = quantization_config(read_model(folder), fp8) if fp8 else None
+    is_quantized = "quantization_config" in parse_json((folder / "config.json").read_bytes())
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
         "dtype": str(dtype).removeprefix("torch."),
-        "hf_overrides": {"quantization_config": quantization},
+        "hf_overrides": {"quantization_config": quantization} if fp8 or is_quantized else {},
         "tensor_parallel_size": rollout.tensor,
         "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
