@@ -166,6 +166,8 @@ class _Sampler:
     def sample(self, requests: Any, *, version: int, **_unused: Any) -> list[Any]:
         from megarl.types import Sample
 
+        of_tokens = str(Sample.__annotations__["versions"]).startswith("Tensor")  # before, the oldest and the newest
+        versions: Any = torch.full((512,), version, dtype=torch.int32) if of_tokens else (version, version)
         return [
             Sample(
                 prompt_id=request.prompt.prompt_id,
@@ -173,7 +175,7 @@ class _Sampler:
                 tokens=torch.arange(512),
                 trainable=torch.ones(512, dtype=torch.bool),
                 rollout_logprobs=torch.zeros(512),
-                versions=torch.full((512,), version, dtype=torch.int32),
+                versions=versions,
                 finish="stop",
             )
             for request in requests

@@ -119,9 +119,11 @@ def ranked_batch(sizes: list[int], seed: int = 0) -> PreferenceBatch:
     )  # fmt: skip
 
 
-def total(batch: PreferenceBatch, plan: MicrobatchPlan, policy_T: Tensor, reference_N: Tensor) -> tuple[Tensor, dict]:
+def total(
+    batch: PreferenceBatch, plan: MicrobatchPlan, policy_T: Tensor, reference_N: Tensor, *, by_prompt: bool = False
+) -> tuple[Tensor, dict]:
     """The loss of all micro-batches of a plan of one update, and its metrics."""
-    weights_T, losses = pair_weights(batch, plan), []
+    weights_T, losses = pair_weights(batch, plan, by_prompt=by_prompt), []
     for rows in [rows for rank in plan.rows[0] for rows in rank] + [()]:
         part = rows_of(batch, rows)
         outputs = TokenOutputs(policy_T[part.index], entropy_T=policy_T[part.index].detach().exp())
@@ -144,13 +146,16 @@ def test_the_loss_is_the_mean_over_all_pairs_however_they_are_packed() -> None:
         span = slice(*batch.cu_seqlens[row : row + 2].tolist())
         ratios.append((policy_T - reference_T)[span][batch.mask[span]].sum())
     margins = [0.5 * (ratios[better] - ratios[worse]) for better, worse in batch.pairs.tolist()]
-    expected = -torch.stack([margin.sigmoid().log() for margin in margins]).mean()
+    losses = -torch.stack([margin.sigmoid().log() for margin in margins])
+    expected, of_prompts = losses.mean(), torch.stack([part.mean() for part in losses.split([1, 6, 3, 1])]).mean()
     (gradient,) = torch.autograd.grad(expected, policy_T, retain_graph=True)
     found = []
     for rows in [(((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),),), (((9, 10), (2, 3, 4, 5)), ((6, 7, 8, 0, 1), ()))]:
         loss, metrics = total(batch, MicrobatchPlan((rows,), (1,), 1.0), policy_T, reference_N)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(loss, policy_T)[0], torch.where(batch.mask, gradient, 0))
+        plan = MicrobatchPlan((rows,), (1,), 1.0)
+        torch.testing.assert_close(total(batch, plan, policy_T, reference_N, by_prompt=True)[0], of_prompts)
         found.append(metrics)
     assert found[0] == pytest.approx(found[1])
     assert found[0]["rewards/margin"] == pytest.approx(float(torch.stack(margins).mean().detach()))
