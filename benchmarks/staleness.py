@@ -128,9 +128,6 @@ class Engines:
         self.alive -= len(done)
         return done
 
-    def abort(self, requests: Sequence[Request]) -> None:
-        raise NotImplementedError
-
     def running(self) -> int:
         return self.alive
 
@@ -183,9 +180,6 @@ class ThreadedEngines:
             done.append(self.done.get())
         self.alive -= len(done)
         return done
-
-    def abort(self, requests: Sequence[Request]) -> None:
-        raise NotImplementedError
 
     def running(self) -> int:
         return self.alive

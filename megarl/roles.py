@@ -81,10 +81,6 @@ class AsyncSampler(Protocol):
         no replica is left, Terminated after SIGTERM."""
         ...
 
-    def abort(self, requests: Sequence[Request]) -> None:
-        """Ends these early: each still comes back, with finish "abort" and what it has."""
-        ...
-
     def running(self) -> int:
         """Returns how many have not come back."""
         ...

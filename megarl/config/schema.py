@@ -213,7 +213,8 @@ class Rollout(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1
     min_p: float = Field(default=0.0, ge=0, le=1)
-    max_staleness: NonNegativeInt = 0
+    max_staleness: NonNegativeInt = 0  # split topology: how many versions a trained token may be behind
+    update_in_flight: bool = True  # at a staleness above 0, weights change within responses; False: between them
     max_model_len: PositiveInt | None = None  # None: max_prompt_tokens + max_tokens
     max_prompt_tokens: PositiveInt = 1024
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)  # of the GPU, with what train.offload leaves there

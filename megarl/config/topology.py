@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import Config, Launch
+from operator import attrgetter
+
+from megarl.config.schema import Config
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env
+
+SPLIT_ONLY = (
+    "rollout.replicas", "rollout.max_staleness", "rollout.update_in_flight", "launch.dashboard", "launch.max_restarts",
+)  # fmt: skip
 
 
 def check_topology(config: Config, env: Env, shape: ModelShape, command: str) -> None:
     """Raises ValueError with a one-line message."""
     launch, rollout, train = config.launch, config.rollout, config.train
     if launch.topology == "colocated":
-        for key, value in {"rollout.replicas": rollout.replicas, "launch.dashboard": launch.dashboard or None}.items():
-            if value is not None:
+        for key in SPLIT_ONLY:
+            if (value := attrgetter(key)(config)) != attrgetter(key)(Config()):
                 raise ValueError(f"{key}={value} is for launch.topology=split; remove it, or set the topology")
-        if launch.max_restarts != Launch().max_restarts:
-            raise ValueError(
-                f"launch.max_restarts={launch.max_restarts} is for launch.topology=split; remove it: the same command "
-                "resumes a colocated run"
-            )
         return
     remedy = "set launch.topology=colocated"
     if env.has_launcher:

@@ -31,7 +31,7 @@ from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
 RESERVED = (  # keys that must keep their defaults
-    "rollout.expert", "rollout.max_staleness",
+    "rollout.expert",
 )  # fmt: skip
 
 

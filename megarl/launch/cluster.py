@@ -9,14 +9,16 @@ Ray's protocol executes what it is sent, so a port without a token is a shell fo
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import secrets
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from megarl.weights.fleet import Fleet
 STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
 START_S = 240.0  # for Ray's own processes, on a busy machine
 TOKEN_BYTES = 32
+FOLDER = "megarl-ray-"
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,7 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
         if address:
             ray = _connect(address)
         else:
-            folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))  # nobody else can look into it
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = stack.enter_context(_private_folder())
             ray = _start(folder / "ray", config, fleet, gpus)  # which Ray opens to all
             store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
@@ -64,6 +66,31 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
                 f"trainer ranks and {fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
             )
         yield Cluster(placement, store or _listen(stack), not address, has_gpus)
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Nobody else can look into it, and it goes with this process: those of processes that were killed go now."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
+            if time.time() - old.stat().st_mtime > 10:
+                shutil.rmtree(old)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _connect(address: str) -> Any:

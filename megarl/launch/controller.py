@@ -34,13 +34,12 @@ from megarl.launch.parity import MOE_PROBE_PROMPTS, PROBE_PROMPTS, PROBE_TOKENS,
 from megarl.launch.phases import TimedPhases
 from megarl.launch.ray_actors import POLL_S, Place, RankLost, TrainerRanks
 from megarl.launch.run_rl import evaluation_of, make_rollouts
-from megarl.layout import Axis
 from megarl.platform.device import Device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Gate, Prompts
 from megarl.rollout.async_engine import SyncGroup
-from megarl.rollout.exchange import Exchange
+from megarl.rollout.overlap import BetweenRequests, Overlap
 from megarl.stages.rl import RlRun, train
 from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.telemetry.log import Telemetry
@@ -133,7 +132,7 @@ class RemoteWeights:
             replica.is_ready = False
         proofs = self._on_all("transfer", version)
         self.barriers += 1
-        if any(proofs):
+        if any(proofs) or self.checks.always:
             try:
                 for replica in replicas:
                     replica.call("open", version)
@@ -248,27 +247,27 @@ class Controller:
         self.engines.wait_started()
         facts = {"world_size": self.fleet.world, "layout": str(rank.layout)}
         with closing(Telemetry(config, start=start, interactive=is_interactive(), facts=facts)) as telemetry:
-            ledger.open(run_dir(config) / LEDGER, step=start)
+            staleness, steps = config.rollout.max_staleness, config.train.steps
+            ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=staleness)
             phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, (), None, phase)
             scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
-            replica = member = Axis(1, 0)
-            options = {"span": phases.part, "is_stopping": lambda: phase.is_stopping}
-            exchange = Exchange(self.engines, scorer, replica, member, **options)
+            overlap, weights = Overlap(self.engines, scorer, phases.part, self.engines.is_stopping), self.weights(ranks)
+            ahead = {"begin": overlap.begin, "max_staleness": staleness, "last_step": steps}
             checkpoint, is_masked = RemoteCheckpoint(ranks, ledger), config.algorithm.truncated == "mask"
             run = RlRun(
                 prompts=ledger,
-                rollouts=make_rollouts(rank, exchange, ledger),
+                rollouts=make_rollouts(rank, overlap, ledger, **ahead),
                 collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
                 learner=RemoteLearner(ranks),
                 objective=objective,
-                weights=self.weights(ranks),
-                evaluation=evaluation_of(rank, exchange, start, evaluated=telemetry.evaluated),
+                weights=weights if config.rollout.update_in_flight else BetweenRequests(weights, overlap.drain),
+                evaluation=evaluation_of(rank, overlap, start, evaluated=telemetry.evaluated),
                 checks=RankChecks(),
                 phases=phases,
                 checkpoint=checkpoint,
                 telemetry=telemetry,
                 state=state,
-                steps=config.train.steps,
+                steps=steps,
                 prompts_per_step=config.train.prompts_per_step,
                 start=start,
             )
@@ -314,6 +313,6 @@ def _probe(rank: Rank, ranks: TrainerRanks, engines: Engines) -> ParityChecks:
         [prompt.tokens[-longest:] for prompt in prompts],
         added,
         max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always",
+        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
         is_moe=rank.shape.is_moe,
     )

@@ -1,4 +1,4 @@
-"""The engine replicas of the split topology, as the controller sees them: roles.Sampler and roles.AsyncSampler.
+"""The engine replicas of the split topology, as the controller sees them: roles.AsyncSampler.
 
 submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every replica, and returns
                                                               the samples that are finished, packed
@@ -21,7 +21,6 @@ from torch import Tensor
 from megarl.config.schema import Config
 from megarl.launch.exit_codes import REFUSED, USER, Failure
 from megarl.launch.ray_actors import POLL_S, EngineActor, Place, RankLost, end_family, value_of
-from megarl.roles import Finished
 from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
 
@@ -142,34 +141,9 @@ class Engines:
             replica.requests.pop((sample.prompt_id, sample.index))
         return samples
 
-    def abort(self, requests: Sequence[Request]) -> None:
-        """roles.AsyncSampler."""
-        keys = {(request.prompt.prompt_id, request.index) for request in requests}
-        for replica in self.replicas:
-            try:
-                if ended := sorted(keys & replica.requests.keys()):
-                    replica.call("abort", ended)
-            except EngineLost as lost:
-                self._lose(lost)
-
     def running(self) -> int:
         """roles.AsyncSampler."""
         return len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
-
-    def sample(
-        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
-    ) -> list[Sample]:
-        """roles.Sampler: all of them, under one version."""
-        self.submit(requests)
-        samples: dict[Key, Sample] = {}
-        while len(samples) < len(requests):
-            new = self.poll()
-            samples |= {(sample.prompt_id, sample.index): sample for sample in new}
-            finished(new)
-        for sample in samples.values():
-            if (wrong := sample.versions[sample.trainable & (sample.versions != version)]).numel():
-                raise CheckFailed(f"an engine sampled with weights of version {int(wrong[0])}, not {version}")
-        return [samples[request.prompt.prompt_id, request.index] for request in requests]
 
     # replicas that are lost
 

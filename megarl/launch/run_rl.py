@@ -65,7 +65,7 @@ from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.publisher import make_publisher
 from megarl.rollout.reward_shaping import Shaping
-from megarl.rollout.schedule import Rollouts, has_spread
+from megarl.rollout.schedule import Generate, Rollouts, has_spread
 from megarl.stages.evaluation import Evaluation, ProblemSet, sampled
 from megarl.stages.rl import RlRun, train
 from megarl.telemetry.ledger import LEDGER, Ledger
@@ -294,11 +294,11 @@ def _exchange(
     )
 
 
-def make_rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) -> Rollouts:
+def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None, **ahead: Any) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
-        exchange,
+        generate,
         samples_per_prompt=config.rollout.samples_per_prompt,
         temperature=config.rollout.temperature,
         run_seed=config.run.seed,
@@ -307,10 +307,11 @@ def make_rollouts(rank: Rank, exchange: Exchange, ledger: Ledger | None = None) 
         shape=Shaping(algorithm, config.rollout.max_tokens),
         greedy_baseline=algorithm.advantage == "remax",
         ledger=ledger,
+        **ahead,
     )
 
 
-def evaluation_of(rank: Rank, exchange: Exchange, start: int, **outputs: Any) -> Evaluation:
+def evaluation_of(rank: Rank, generate: Generate, start: int, **outputs: Any) -> Evaluation:
     config = rank.config
 
     def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
@@ -325,7 +326,7 @@ def evaluation_of(rank: Rank, exchange: Exchange, start: int, **outputs: Any) ->
         temperature = config.rollout.temperature if part.temperature is None else part.temperature
         prompts = problems(part.size, eval_task(config.task, part))
         sets.append(ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples))
-    measures = [partial(sampled, exchange, config.run.seed, part) for part in (sets if config.eval.size else sets[2:])]
+    measures = [partial(sampled, generate, config.run.seed, part) for part in (sets if config.eval.size else sets[2:])]
     return make_evaluation(rank, measures, start, **outputs)
 
 
@@ -348,7 +349,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
         added,
         max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
+        always=config.checks.probe == "always",
         version=lambda: engine.receiver.version,
         is_moe=rank.shape.is_moe,
         replays=config.rollout.router_replay == "engine",

@@ -36,6 +36,8 @@ def run_split(config: Config) -> int:
                 train_split(config, cluster, fleet, phase)
         except KeyboardInterrupt:
             failure = Failure(-1, exit_codes.STOPPED, "stopped")
+        except SystemExit:  # Ray's handler of SIGTERM, until ours is set
+            failure = Failure(-1, exit_codes.TERMINATED, "stopped by SIGTERM")
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
             failure = getattr(error, "failure", None) or exit_codes.failure_of(
                 error, -1, phase=phase.name, run_dir=folder

@@ -72,9 +72,10 @@ class TrainerRank:
             (),
             max_diff=config.checks.max_logprob_diff,
             is_moe=rank.shape.is_moe,
+            version=lambda: self.version,
         )
         self.publisher: Publisher | None = None
-        self.began = 0.0
+        self.began, self.version = 0.0, -1  # of the last sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
         """Returns the steps done, and the states of the objective and of the prompts."""
@@ -115,6 +116,7 @@ class TrainerRank:
     def end(self, version: int, committed: bool) -> PublishReport | None:
         assert self.publisher is not None
         if committed:
+            self.version = version
             return self.publisher.commit(version, self.began)
         self.publisher.abort()
         return None

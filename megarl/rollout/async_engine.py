@@ -181,12 +181,6 @@ class AsyncEngine:
         self._requests.pop(name, None)
         self._news.set()
 
-    async def abort(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Ends the requests of these (prompt id, sample index) early: they finish as "abort"."""
-        ended = set(keys)
-        names = [name for name, r in self._requests.items() if (r.prompt.prompt_id, r.index) in ended]
-        await self.llm.abort(names)
-
     async def drop(self) -> None:
         """Ends all requests, and forgets their samples."""
         await self.llm.abort(list(self._requests))

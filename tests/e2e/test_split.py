@@ -5,178 +5,208 @@ One run serves many checks, as starting Ray, ranks and engines is what takes the
 
 from __future__ import annotations
 
-import json
 import os
-import re
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from split_runs import Belongings, Run, compare
+from test_rewards import start_server
 
-from megarl.platform.children import descendants
 from megarl.platform.env import child_env
 
-ROOT = Path(__file__).resolve().parents[2]
-SEGMENTS = re.compile(r"psm_|vllm|megarl|sem\.")
-
-
-def arguments(folder: Path, name: str, config: str, *overrides: str) -> list[str]:
-    values = [f"run.dir={folder}", f"run.name={name}", *overrides]
-    return [sys.executable, "-m", "megarl.cli", "train", f"configs/{config}.yaml", *values]
-
-
-def start(folder: Path, name: str, config: str, *overrides: str) -> subprocess.Popen[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.err").open("w") as errors:
-        command = arguments(folder, name, config, *overrides)
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, text=True)
-
-
-def finish(process: subprocess.Popen[str], folder: Path, name: str, code: int = 0) -> list[dict[str, Any]]:
-    """Its metrics, one of each step."""
-    assert process.wait(550) == code, (folder / f"{name}.err").read_text() + logs(folder / name)
-    return rows(folder / name)
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def logs(run: Path) -> str:
-    return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in (run / "logs").glob("*"))
-
-
-def family(process: subprocess.Popen[str], pattern: str) -> list[int]:
-    """Processes of the run whose name or command contains `pattern`."""
-
-    def title(pid: int) -> str:
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            return ""
-
-    return [pid for pid in descendants(process.pid) if pattern in title(pid)]
-
-
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 240) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := what()):
-        assert process.poll() is None and time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-    return value
-
-
-def listeners(pids: set[int]) -> set[str]:
-    """Addresses, as in /proc/net/tcp and tcp6, on which these processes listen."""
-    sockets = set[str]()
-    for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                sockets.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(handle)))
-            except OSError:
-                continue
-    found = set[str]()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in sockets:
-                found.add(local.partition(":")[0])
-    return found
-
-
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+SPLIT = ("launch.topology=split",)
+SMALL = ("train.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.cpu_kv_cache_gb=0.1")
+STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"  # ray.init takes minutes
 
 
 @pytest.fixture
-def clean() -> Iterator[None]:
-    """What a run leaves behind is a fault: segments of shared memory, folders of Ray."""
-
-    def left() -> set[str]:
-        segments = {name for name in os.listdir("/dev/shm") if SEGMENTS.search(name)}
-        return segments | {str(path) for path in Path("/tmp").glob("megarl-ray-*")}
-
-    before = left()
-    yield
-    assert left() <= before
-
-
-def compare(split: list[dict[str, Any]], colocated: list[dict[str, Any]], rel: float = 0.0) -> None:
-    """Same samples; loss and gradient norm bit for bit, or to `rel`."""
-    assert [row["step"] for row in split] == [row["step"] for row in colocated]
-    for one, other in zip(split, colocated, strict=True):
-        assert one["rollout/digest"] == other["rollout/digest"], one["step"]
-        assert one["weights/verified"] and one["weights/version"] == other["weights/version"]
-        worst = max(
-            (abs(one[key] - other[key]) / max(abs(other[key]), 1e-12), key)
-            for key in ("loss", "grad_norm", "reward/mean", "entropy")
-        )
-        print(f"step {one['step']}: largest relative difference {worst[0]:.1e} ({worst[1]})")
-        assert worst[0] <= rel, worst
-
-
-SPLIT = ("launch.topology=split",)
-SMALL = ("train.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.cpu_kv_cache_gb=0.1")
+def own() -> Iterator[Belongings]:
+    """A process, a segment of shared memory or a folder that a run leaves behind is a fault."""
+    with Belongings() as belongings:
+        yield belongings
+        assert not (left := belongings.left()), left
 
 
 @pytest.mark.long
-@pytest.mark.exhaustive  # several minutes: Ray and two engines start for each
-@pytest.mark.usefixtures("clean")
-def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path) -> None:
-    """Also: checkpoints of either topology resume in the other."""
-    common = ("train.steps=4", "checkpoint.every=2", *SMALL)
-    whole = start(tmp_path, "whole", "tiny_dense", "launch.processes=1", *common)
-    colocated = finish(whole, tmp_path, "whole")
-
-    run = start(tmp_path, "split", "tiny_dense", *SPLIT, "launch.processes=1", *common)
-    wait_for(lambda: family(run, "EngineCore") and rows(tmp_path / "split"), run)
-    pids = {run.pid, *descendants(run.pid)}
-    assert listeners(pids) <= LOOPBACK, listeners(pids)
-    assert not family(run, "dashboard.py --host") or not is_open(8265)
-    environment = child_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
-    address = gcs_address(run)
-    stranger = f"import ray; ray.init(address='{address}', logging_level='ERROR')"
-    refused = subprocess.run([sys.executable, "-c", stranger], env=environment, capture_output=True, text=True)
-    assert refused.returncode != 0 and "uthenticat" in refused.stderr, refused.stderr[-800:]
-    compare(finish(run, tmp_path, "split"), colocated)
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+@pytest.mark.timeout(900)
+def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path, own: Belongings) -> None:
+    common = ("train.steps=3", "launch.processes=1", *SMALL)
+    colocated = Run.start(tmp_path, "whole", "tiny_dense", *common)
+    run = Run.start(tmp_path, "split", "tiny_dense", *SPLIT, *common, tmp=own.folder)
+    run.wait_for(lambda: run.family("EngineCore") and run.rows())
+    os.kill(run.process.pid, signal.SIGSTOP)  # Ray's processes stay as long as the controller
+    try:
+        listeners = run.listeners()
+        assert {address for address, _ in listeners} <= LOOPBACK, listeners
+        assert 8265 not in {port for _, port in listeners}, "Ray's dashboard"
+        (gcs,) = {part for pid in run.family("raylet/raylet") for part in arguments(pid, "--gcs-address=")}
+        environment = child_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+        refused = subprocess.run([sys.executable, "-c", STRANGER, gcs], env=environment, capture_output=True, text=True)
+    finally:
+        os.kill(run.process.pid, signal.SIGCONT)
+    assert refused.returncode != 0 and "AuthenticationError" in refused.stderr, refused.stderr[-800:]
+    compare(run.finish(), colocated.finish())
+    run.audit()
 
 
-def gcs_address(process: subprocess.Popen[str]) -> str:
-    (pid,) = family(process, "gcs_server")[:1]
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-    raylet = Path(f"/proc/{family(process, 'raylet/raylet')[0]}/cmdline").read_bytes().decode()
-    found = re.search(r"--gcs-address=([\d.]+:\d+)", raylet)
-    assert found, command
-    return found[1]
+def arguments(pid: int, option: str) -> list[str]:
+    """Values that this process was started with."""
+    values = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return [value.removeprefix(option) for value in values if value.startswith(option)]
 
 
 @pytest.mark.long
-@pytest.mark.exhaustive  # several minutes: Ray and two engines start for each
-@pytest.mark.usefixtures("clean")
-def test_what_is_killed_is_replaced_and_the_numbers_stay(tmp_path: Path) -> None:
-    """An engine's core and its actor, then a rank of the trainer; each while the run goes on."""
-    common = ("train.steps=8", "checkpoint.every=1", "launch.processes=1", *SMALL)
-    colocated = finish(start(tmp_path, "whole", "tiny_dense", *common), tmp_path, "whole")
-    run = start(tmp_path, "killed", "tiny_dense", *SPLIT, "rollout.replicas=2", *common)
-    kills: list[str] = []
-    for step, pattern in ((1, "EngineCore"), (3, "EngineActor"), (5, "RankActor")):
-        wait_for(lambda step=step: max((row["step"] for row in rows(tmp_path / "killed")), default=-1) >= step, run)
-        victim = wait_for(lambda pattern=pattern: family(run, pattern), run)[0]
-        os.kill(victim, signal.SIGKILL)
-        kills.append(pattern)
-    compare(finish(run, tmp_path, "killed"), colocated)
-    assert (tmp_path / "killed.err").read_text().count("restart ") == len(kills)
+@pytest.mark.timeout(1200)
+def test_what_is_killed_is_replaced_and_the_numbers_stay(tmp_path: Path, own: Belongings) -> None:
+    """An engine's core that generates, its actor in a sync, a rank of the trainer, the controller."""
+    common = ("train.steps=10", "checkpoint.every=1", "launch.processes=1", *SMALL)
+    colocated = Run.start(tmp_path, "whole", "tiny_dense", *common)
+    run = Run.start(tmp_path, "killed", "tiny_dense", *SPLIT, *common, tmp=own.folder, is_watched=True)
+    for step, victim, phase in ((0, "EngineCore", "rollout"), (2, "EngineActor", "sync"), (4, "RankActor", "train")):
+        run.until(step)
+        noticed_s = run.kill(victim, phase)
+        print(f"{victim} killed after step {run.step()} in {phase}: noticed after {noticed_s:.1f} s")
+        assert noticed_s is not None and noticed_s < 10
+        run.audit()
+    run.until(6)
+    run.kill("controller")
+    run.audit()
+    run = run.again()
+    compare(run.finish(), colocated.finish())
+    run.audit()
+
+
+KILLS = {  # layout, victims, kills
+    "two ranks, two engines": (
+        ("launch.processes=2", "rollout.replicas=2"),
+        ("EngineCore", "EngineActor", "RankActor", "controller", "rewards", "slow"),
+        12,
+    ),
+    "an engine of two workers": (
+        ("launch.processes=2", "rollout.tensor=2"),
+        ("VLLM::Worker", "EngineCore", "RankActor", "slow"),
+        4,
+    ),
+    "a version behind": (
+        ("launch.processes=1", "rollout.replicas=2", "rollout.max_staleness=1"),
+        ("EngineCore", "EngineActor", "RankActor", "controller"),
+        4,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", KILLS)
+def test_twenty_kills(case: str, tmp_path: Path, own: Belongings) -> None:
+    """At random moments of random phases; the run ends with the numbers of a colocated one that was left alone."""
+    layout, victims, kills = KILLS[case]
+    draw, (server, port) = random.Random(5), start_server()
+    rewards = f"rewards=[{{name: 'http://127.0.0.1:{port}/score', options: {{retries: 9, backoff_s: 0.2}}}}]"
+    common = (rewards, f"train.steps={3 * kills + 4}", "checkpoint.every=1", *SMALL)
+    trained = [value for value in layout if "replicas" not in value and "staleness" not in value]
+    whole = Run.start(tmp_path, "whole", "tiny_dense", *trained, *common).finish()
+    values = (*SPLIT, *layout, "launch.max_restarts=99", *common)
+    run, order = Run.start(tmp_path, "killed", "tiny_dense", *values, tmp=own.folder, is_watched=True), list[str]()
+    for number in range(kills):
+        order = order or draw.sample(victims, len(victims))
+        victim, phase, delay_s = order.pop(), draw.choice(("rollout", "train", "sync")), 0.2 * draw.random()
+        run.until(3 * number)
+        step = run.step() + 1
+        if victim == "rewards":
+            server.kill()
+            server.wait()
+            time.sleep(delay_s)
+            server, _ = start_server(port)
+            effect = "started again"
+        elif victim == "slow":
+            run.pause("EngineCore", phase, delay_s, seconds=3.0)
+            effect = "stopped for 3 s"
+        elif (noticed_s := run.kill(victim, phase, delay_s)) is None:
+            run, effect = run.again(), "started again"
+        else:
+            assert noticed_s < 10
+            effect = f"noticed after {noticed_s:.1f} s"
+        print(f"kill {number + 1}: {victim} in step {step}, {delay_s:.2f} s after {phase} began: {effect}")
+        print(f"  {run.audit()}", flush=True)
+    rows = run.finish()
+    print(f"{case}: {len(rows)} steps; {run.audit()}")
+    if "rollout.max_staleness=1" not in layout:
+        print(f"  largest relative difference {compare(rows, whole, 1e-5 * ('rollout.tensor=2' in layout)):.1e}")
+    server.kill()
+    server.wait()
+
+
+STALE = {
+    "in flight": (1, "rollout.replicas=1"),
+    "in flight, two versions, two replicas": (2, "rollout.replicas=2"),
+    "between requests": (2, "rollout.update_in_flight=false"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * bool(i)) for i, case in enumerate(STALE)]
+)
+def test_tokens_are_at_most_so_stale_and_each_span_is_of_the_weights_it_names(
+    case: str, tmp_path: Path, own: Belongings
+) -> None:
+    staleness, *values = STALE[case]
+    values += [
+        "train.steps=6",
+        "train.lr=1e-2",
+        "checkpoint.export_hf=1",
+        "rollout.max_tokens=64",
+        "launch.processes=1",
+    ]
+    values += [f"rollout.max_staleness={staleness}", "telemetry.rollouts.max_samples=1000", *SMALL]
+    run = Run.start(tmp_path, "stale", "tiny_dense", *SPLIT, *values, tmp=own.folder, is_watched=True)
+    rows = run.finish()
+    print(run.audit())
+    behind, mixed, worst = spans(run, staleness)
+    print(
+        f"staleness {staleness}, {case}: tokens by versions behind {behind}; rows of several versions {mixed}; "
+        f"largest difference of log-probs {worst:.1e}"
+    )
+    assert len(rows) == 6 and max(behind) == staleness and behind[staleness] > 0
+    assert (mixed > 0) == case.startswith("in flight")
+    assert worst < 1e-4
+
+
+def spans(run: Run, staleness: int) -> tuple[dict[int, int], int, float]:
+    """Trained tokens by how many versions they are behind, rows sampled by several versions, and by how much log-probs
+    of a version's tokens differ from those of its exported weights in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    behind, mixed, worst, models = dict[int, int](), 0, 0.0, dict[int, Any]()
+    (first,) = (run.folder / ".models").iterdir()
+    for step, file in enumerate(sorted(run.watched.glob("batch_*.pt"))):
+        batch = torch.load(file, weights_only=False)
+        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            mask_T, versions_T = batch.mask[start:end], batch.versions[start:end]
+            mixed += versions_T[mask_T].unique().numel() > 1
+            for version in versions_T[mask_T].unique().tolist():
+                assert step - staleness <= version <= step
+                if version not in models:
+                    folder = run.folder / run.name / f"hf_step_{version}" if version else first
+                    models[version] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+                with torch.no_grad():
+                    logits_TV = models[version](batch.tokens[None, start:end]).logits[0]
+                logprobs_T = logits_TV.log_softmax(-1).gather(1, batch.labels[start:end, None])[:, 0]
+                of_version = mask_T & (versions_T == version)
+                worst = max(worst, float((logprobs_T - batch.rollout_logprobs[start:end])[of_version].abs().max()))
+                behind[step - version] = behind.get(step - version, 0) + int(of_version.sum())
+    return behind, mixed, worst
 
 
 CASES = {
@@ -195,13 +225,12 @@ CASES = {
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
-@pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("model", ["tiny_dense", "tiny_moe"])
 @pytest.mark.parametrize("case", CASES)
-def test_twenty_steps(model: str, case: str, tmp_path: Path) -> None:
+def test_twenty_steps(model: str, case: str, tmp_path: Path, own: Belongings) -> None:
     rel, *layout = CASES[case]
     common = ("train.steps=20", *SMALL)
     trained = [value for value in layout if "replicas" not in value]
-    colocated = finish(start(tmp_path, "whole", model, *trained, *common), tmp_path, "whole")
-    split = finish(start(tmp_path, "split", model, *SPLIT, *layout, *common), tmp_path, "split")
-    compare(split, colocated, rel)
+    colocated = Run.start(tmp_path, "whole", model, *trained, *common).finish()
+    split = Run.start(tmp_path, "split", model, *SPLIT, *layout, *common, tmp=own.folder).finish()
+    print(f"{model}, {case}: largest relative difference {compare(split, colocated, rel):.1e}")

@@ -5,6 +5,7 @@ CHILDREN = "unit/platform/test_children.py::test_a_lost_child_is_noticed_and_its
 BATCH = "unit/rollout/test_exchange.py::test_a_batch_is_flat_bytes_and_comes_back_as_it_was"
 WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_and_engines_apart"
 
+FOLDER = "unit/launch/test_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
 ENGINE = "unit/rollout/test_async_engine.py"
 ENGINES = "unit/launch/test_engines.py"
 
@@ -25,7 +26,7 @@ SPLIT = [
         "rollout/async_engine.py",
         "        self._finished.clear()\n",
         "",
-        f"{ENGINE}::test_aborted_requests_come_back_with_what_they_have_and_dropped_ones_do_not",
+        f"{ENGINE}::test_dropped_requests_do_not_come_back",
     ),
     (
         "rollout/async_engine.py",
@@ -90,5 +91,12 @@ SPLIT = [
         "values[field], offset = copy.view(dtype), end",
         BATCH,
     ),
+    (
+        "launch/cluster.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        FOLDER,
+    ),
+    ("launch/cluster.py", "> 10:", "> -1:", FOLDER),
     ("config/validate.py", "1 if is_split else config.rollout.tensor)", "config.rollout.tensor)", WORLD),
 ]

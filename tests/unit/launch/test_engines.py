@@ -113,7 +113,7 @@ class Job:
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
         self.rank = Actor(self.events, "rank")
-        checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"))
+        checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"), always=False)
         self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", "sync", 4)
         self.engines.recover = self.weights.republish
 
@@ -134,10 +134,9 @@ def test_all_join_receive_and_commit_before_a_prompt_is_accepted(monkeypatch: py
         assert sorted(job.names(method)) == ["engine 0", "engine 1", "rank"], method
     job.weights.publish(version=3)
     assert len(job.names("join")) == 3, "they join once"
-    samples = job.engines.sample(requests(4), version=3)
-    assert [(s.prompt_id, s.index) for s in samples] == [(n, i) for n in range(4) for i in range(2)]
-    with pytest.raises(CheckFailed, match="version 3, not 4"):
-        job.engines.sample(requests(1), version=4)
+    job.engines.submit(requests(4))
+    samples = job.engines.poll() + job.engines.poll()
+    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)]
 
 
 def test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,8 @@ def test_the_only_engine_is_started_synced_and_asked_again(monkeypatch: pytest.M
     job = Job(monkeypatch, replicas=1)
     job.weights.publish(version=3)
     job.made[0].lost = "submit"
-    assert len(job.engines.sample(requests(2), version=3)) == 4
+    job.engines.submit(requests(2))
+    assert len(job.engines.poll()) == 4
     kinds = [event[:2] for event in job.events if event[0] == "engine 0"]
     synced = [("engine 0", method) for method in ("join", "transfer", "end")]
     assert kinds == [*synced, ("engine 0", "submit"), *synced, ("engine 0", "submit")]
