@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
+UNREACHABLE = ("no_connection", "broken")  # causes: the server gave no answer, or stopped in the middle of one
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:

@@ -51,7 +51,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megarl.config.schema import Reward, Section
 from megarl.platform.env import SECRET, get_env
-from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.interface import UNREACHABLE, BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 
 if TYPE_CHECKING:
     import httpx
@@ -138,35 +138,44 @@ class HttpClient:
         client = httpx.AsyncClient(
             timeout=timeout, limits=limits, headers=dict(self.headers), verify=self.certificates, trust_env=False
         )
+        failed: list[_Retryable] = []  # the failure of the last attempt; empty after one that succeeded
         async with client:
             jobs = zip(payloads, reads, strict=True)
-            tasks = [asyncio.create_task(self._one(client, slots, *job)) for job in jobs]
+            tasks = [asyncio.create_task(self._one(client, slots, failed, *job)) for job in jobs]
             _, late = await asyncio.wait(tasks, timeout=options.total_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        out_of_time = ScoreError("timeout", f"{self.url} did not answer all requests within total_s={options.total_s}")
+        cause, detail = "timeout", f"{self.url} did not answer all requests within total_s={options.total_s}"
+        if failed and failed[0].cause in UNREACHABLE:
+            cause, detail = failed[0].cause, f"{failed[0]} (again and again for total_s={options.total_s})"
+        out_of_time = ScoreError(cause, detail)
         return [out_of_time if task in late else task.result() for task in tasks]
 
-    async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, payload: Any, read: Read) -> Any:
+    async def _one(
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, failed: list[_Retryable], payload: Any, read: Read
+    ) -> Any:
         async with slots:
             try:
-                return read(await self._with_retries(client, json.dumps(payload).encode()))
+                return read(await self._with_retries(client, failed, json.dumps(payload).encode()))
             except ScoreError as error:
                 return error
             except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
                 return ScoreError("error", f"{self.url}: {type(error).__name__}: {self.quote(error)}")
 
-    async def _with_retries(self, client: httpx.AsyncClient, body: bytes) -> Any:
+    async def _with_retries(self, client: httpx.AsyncClient, failed: list[_Retryable], body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Idempotency-Key": uuid4().hex}
         options = self.options
         for attempt in range(options.retries + 1):
             try:
                 async with asyncio.timeout(options.timeout_s):
-                    return await self._attempt(client, body, headers)
+                    answer = await self._attempt(client, body, headers)
+                failed.clear()
+                return answer
             except TimeoutError:
                 raise ScoreError("timeout", f"{self.url} took longer than timeout_s={options.timeout_s}") from None
             except _Retryable as error:
+                failed[:] = [error]
                 if attempt == options.retries:
                     raise ScoreError(error.cause, f"{error} ({attempt + 1} attempts)") from None
                 pause_s = options.backoff_s * 2**attempt * SystemRandom().uniform(0.5, 1.5)

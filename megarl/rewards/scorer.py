@@ -22,12 +22,11 @@ from megarl.config.schema import AnswerPlace, Reward
 from megarl.platform.env import redact
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
-from megarl.rewards.interface import BatchReward, Decode, Score, ScoreRequest
+from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
 from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
-UNREACHABLE = ("no_connection", "broken")  # causes of remote.py, after its retries
 
 
 def make_scorer(

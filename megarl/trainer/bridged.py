@@ -69,7 +69,8 @@ class Bridged:
         except ImportError as error:
             raise ValueError(
                 f"model_type={shape.family!r} has no table, and Megatron-Bridge, though installed, cannot be imported: "
-                f"{error}; install a version of that package which Bridge can use, or add a table (CONTRIBUTING.md, 'Adding a model family')"
+                f"{error}; install a version of that package which Bridge can use, or add a table (CONTRIBUTING.md, "
+                "'Adding a model family')"
             ) from error
 
         if not AutoBridge.can_handle(str(shape.bridge)):

@@ -118,7 +118,7 @@ def start_server(port: int = 0) -> tuple[subprocess.Popen[str], int]:
 
 def test_a_server_that_dies_ends_the_run_which_resumes_when_it_is_back(tmp_path):
     server, port = start_server()
-    options = {"retries": 2, "backoff_s": 0.1}
+    options = {"retries": 10_000, "backoff_s": 0.1, "total_s": 5}  # the last is what ends the waiting
     rewards = yaml.safe_dump([{"name": f"http://127.0.0.1:{port}/score", "options": options}], default_flow_style=True)
     command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/tiny_dense.yaml")]
     command += [f"run.dir={tmp_path}", "train.steps=8", "train.prompts_per_step=4", "checkpoint.every=100"]

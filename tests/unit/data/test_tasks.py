@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl import cli
@@ -262,6 +262,7 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     steps=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=6),
     stop=st.integers(0, 5),
 )
+@example(sizes=[4, 6], steps=[(10, 0), (10, 0)], stop=1)
 def test_prompts_that_are_put_back_come_again(sizes: list[int], steps: list[tuple[int, int]], stop: int) -> None:
     """As if they had not been taken, those that are too long among them, and after a resume."""
     parts = ({"vocab": 67, "size": size + 5, "seed": index} for index, size in enumerate(sizes))

@@ -369,6 +369,15 @@ def test_a_server_cannot_make_a_run_wait_longer_than_its_limits(served, answerin
     assert time.monotonic() - start < 5
 
 
+def test_a_server_that_is_gone_is_told_from_a_slow_one_when_time_is_up(cases):
+    with socket.socket() as closed:  # bound, but it does not listen
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
+        scores = remote(url, retries=10_000, backoff_s=0.01, total_s=0.5, concurrency=1)(cases(3))
+    assert {score.cause for score in scores} == {"no_connection"}
+    assert all("cannot be reached" in score.detail and "total_s=0.5" in score.detail for score in scores)
+
+
 URLS = """ftp://host/s file:///etc/passwd gopher://host/s http:///s http://host:99999/s http://host:0/s http://host:x/s
 http://me:canary@host/s http://me@host/s http://:canary@host/s http://me:canary@host:x/s http://me:can/ary@host/s
 http://host/s?api_key=canary http://host/s?a=1&TOKEN=canary http://host/s?client-secret=canary

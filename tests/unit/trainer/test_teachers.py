@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tiny_trainer import SMALL, build, make_batch
@@ -22,6 +29,7 @@ from megarl.data.collate import take_rows
 from megarl.data.tokenizer import TokenIds, check_vocabulary
 from megarl.launch.random_model import create_model, random_tokenizer
 from megarl.models.registry import read_model
+from megarl.platform.env import LOOPBACK
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
@@ -95,6 +103,52 @@ def test_a_model_beside_the_policy_and_a_served_one_agree(tmp_path: Path) -> Non
         assert not top_k or torch.allclose(outputs.extra_logprobs_TK, top, atol=1e-5)
     after = student.forward(batch).logprobs_T
     assert after is not None and torch.equal(before, after), "the policy came back"
+    student.close()
+
+
+@contextmanager
+def vllm_server(folder: Path, log: Path, *options: str) -> Any:
+    """vLLM's own OpenAI server; its base URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "64"]
+    env = os.environ | LOOPBACK | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, *options], env=env, stdout=output, stderr=output, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+    try:
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.long
+def test_a_vllm_server_and_a_model_beside_the_policy_agree(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")  # whose attention on a CPU takes no heads of 16 channels
+    folder = create_model(Create(**(SMALL | OTHER | {"head_dim": 64})), tmp_path)
+    student, batch = build(tmp_path, offload=OFFLOAD), make_batch(num_rows=8, temperature=1.0)
+    local = [beside(student, folder)(batch), beside(student, folder, 4)(batch)]
+    with vllm_server(folder, tmp_path / "vllm.log", "--enforce-eager") as url:
+        found = [served_model(f"{url}/v1", top_k)(batch) for top_k in (0, 4)]
+        with pytest.raises(CheckFailed, match=r"--max-logprobs 21 or more; its default is 20"):
+            served_model(f"{url}/v1", 21, retries=0)(batch)
+    for outputs, own in zip(found, local, strict=True):
+        assert torch.allclose(outputs.logprobs_T, own.logprobs_T, atol=1e-5)
+    assert torch.equal(found[1].extra_labels_TK, local[1].extra_labels_TK)
+    assert torch.allclose(found[1].extra_logprobs_TK, local[1].extra_logprobs_TK, atol=1e-5)
     student.close()
 
 
