@@ -86,6 +86,10 @@ class Layout:
         etp, ep, edp, _ = digits(parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline)
         return cls(rank, world, tp, pp, Axis(parallel.virtual_pipeline), cp, ep, etp, dp, edp)
 
+    @property
+    def sizes(self) -> Parallel:
+        return Parallel(*(axis.size for axis in (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp)))
+
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         return " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1) or "1"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megarl.checkpoint.hf_files import copy_model_files, drop_quantization, file_names, write_index
 from megarl.checkpoint.hf_folder import split_by_size
+from megarl.models.lora import WEIGHTS
 from megarl.models.shards import whole_tensor
 from megarl.platform.json_text import parse_json
 from megarl.weights.execute import MemoryReceiver
@@ -36,7 +37,7 @@ ROUND_BYTES = 256 << 20  # received by a rank at a time
 def export_hf(
     folder: Path,
     *,
-    origin: Path,  # folder of config and tokenizer
+    origin: Path | None,  # folder of config and tokenizer; None: adapters, in one file
     weights: WeightFormat,  # every tensor of the checkpoint
     sources: SlicesByRank,  # [rank] -> slices of the tensors in its parameters
     parameters: Callable[[], Mapping[str, Tensor]],
@@ -51,19 +52,12 @@ def export_hf(
     """
     staging = folder.with_name(f".{folder.name}.part")
     if transport.rank == 0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        copy_model_files(origin, staging)
-        for name, values in (changes or {}).items():
-            text = json.dumps(parse_json((staging / name).read_bytes()) | dict(values), indent=2)
-            (staging / name).write_text(text + "\n", encoding="utf-8")
-        if not storage.names:
-            drop_quantization(staging)
+        _begin(staging, origin, changes or {}, is_plain=not storage.names)
     transport.gather(None)  # the folder exists
     shapes = weights.shapes
     sizes = {name: prod(shape) * weights.dtype_of(name).itemsize for name, shape in shapes.items()}
-    files = split_by_size(sizes, file_bytes, sizes.__getitem__)
-    names = file_names(len(files))
+    files = split_by_size(sizes, sum(sizes.values()) if origin is None else file_bytes, sizes.__getitem__)
+    names = [WEIGHTS] if origin is None else file_names(len(files))
     device = next(iter(parameters().values())).device
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
@@ -93,3 +87,16 @@ def export_hf(
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     transport.gather(None)
+
+
+def _begin(staging: Path, origin: Path | None, changes: Mapping[str, Mapping[str, Any]], *, is_plain: bool) -> None:
+    """Makes the folder, with all files but those of weights."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    if origin is not None:
+        copy_model_files(origin, staging)
+    for name, values in changes.items():
+        old = parse_json((staging / name).read_bytes()) if (staging / name).is_file() else {}
+        (staging / name).write_text(json.dumps(old | dict(values), indent=2) + "\n", encoding="utf-8")
+    if is_plain:
+        drop_quantization(staging)

@@ -10,6 +10,7 @@ boundary before it can still be saved.
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ class Trained(Protocol):
     def optimizer(self) -> MegatronOptimizer: ...
     @property
     def scheduler(self) -> Any: ...  # state_dict, load_state_dict
+    @property
+    def base_checksums(self) -> Mapping[str, tuple[int, int]]: ...  # of frozen weights, which are not saved
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Checkpoints:
             for prefix, trained in self._models().items():
                 rank_state.allocate_unused(trained.optimizer)
                 common[f"{prefix}schedule"] = trained.scheduler.state_dict()
+                common[f"{prefix}base"] = dict(trained.base_checksums)
                 scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[0].state_dict()
                 tensors += rank_state.host_copies(_chunks(trained), trained.optimizer, prefix=prefix)
         if self.further.reference is not None:
@@ -251,9 +255,20 @@ def _load(trained: Trained, source: Path, saved: Mapping[str, Any], prefix: str)
     """Loads weights and optimizer. Raises ValueError, naming what differs from this model."""
     if (part := saved.get(f"{prefix}optimizer")) is None:
         raise ValueError(f"it has no {prefix.removesuffix('.')}")
+    known, now = saved["run"].get(f"{prefix}base") or {}, trained.base_checksums
+    for name in (name for name in {**known, **now} if _differ(known.get(name), now.get(name))):
+        raise ValueError(f"its frozen weights are others: {name}")
     part = part.get(0, part)  # older ones number dense and expert
     rank_state.allocate(trained.optimizer, part["optimizer"]["param_groups"][0].get("step", 0))
     rank_state.load(_chunks(trained), source, trained.optimizer, prefix=prefix)
+
+
+def _differ(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    """Whether checksums are of other values; a layout may have more copies of them, whose checksums add up."""
+    if one is None or other is None:
+        return True
+    copies = math.gcd(one[0], other[0])
+    return bool((one[1] * (other[0] // copies) - other[1] * (one[0] // copies)) % (1 << 64))
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -53,6 +53,13 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
 
     Gate and up of a fused linear are stored separately.
     """
+    if "stored_parts" in vars(model):  # of LoRA: its adapters only, under the names that they have in a PEFT folder
+        for tensor, box, shape, replica in vars(model)["stored_parts"]:
+            split = tuple(whole // size for whole, size in zip(shape, box.shape, strict=True))
+            sizes = (box.shape, shape, box.start, split)
+            shard = ShardedTensor(box.name, view(tensor, box), tensor.dtype, *sizes, replica_id=(0, replica, 0))
+            yield tensor, shard, box
+        return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     sharded = _sharded_state(model)
     apply_factories(sharded)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Fp8, Iterative, Options, Reward, Section
+from megarl.config.section import Fp8, Iterative, Lora, Options, Reward, Section
 from megarl.config.stage_sections import Dpo, RewardModel, Sft
 from megarl.layout import Parallel
 
@@ -357,6 +357,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     train: Train = Train()
     trainer: Trainer = Trainer()
+    lora: Lora | None = None  # None: all weights are trained
     precision: Precision = Precision()
     sft: Sft = Sft()
     dpo: Dpo = Dpo()

@@ -1,4 +1,4 @@
-"""The base of all sections of a config, those of rewards, and the remedy for names that they do not have."""
+"""The base of all sections of a config, some of them, and the remedy for names that they do not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Options = dict[str, Any]
 
@@ -61,3 +61,16 @@ class Fp8(Section):
     params: bool = False  # keep parameters in FP8
     first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
     emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
+
+
+class Lora(Section):
+    """Low-rank adapters of linear layers. Only they are trained; the base model is the reference policy."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0  # an adapter adds alpha / rank * B A x
+    # names of linear layers in the Hugging Face model, such as q_proj; all-linear: all but router and output layer
+    targets: tuple[str, ...] = ("all-linear",)
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of an adapter's input, in the stages sft and dpo
+    # merged: the engine gets base + adapters; adapter: it keeps the base, and later syncs move the adapters only
+    sync: Literal["merged", "adapter"] = "merged"
+    path: str | None = None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.config import model_checks, names
 from megarl.config.library_options import check_library_options
+from megarl.config.lora_checks import check_lora
 from megarl.config.names import ENGINE_STAGES
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
@@ -72,6 +73,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)
     _check_algorithm(config)
+    check_lora(config, shape, has_engine=has_engine)
     model_checks.check_critic(config, shape)
     model_checks.check_reward_model(config, shape)
     _check_preferences(config)

@@ -33,9 +33,10 @@ from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
 from megarl.models.fp8 import with_scales
 from megarl.models.hub import model_folder
+from megarl.models.lora import CONFIG
 from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import slices_of
+from megarl.models.shards import slices_by_rank, slices_of
 from megarl.planner.weight_sync import rollout_format
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
@@ -130,7 +131,7 @@ def make_trainer(
         layout or rank.layout,
         train=config.train.model_copy(update=train),
         moe=config.moe,
-        head=head,
+        head=config.lora if head is None and beside is None else head,  # only the policy is adapted
         folder=folder or rank.model_folder,
         device=rank.device.torch,
         seed=config.run.seed,
@@ -286,21 +287,34 @@ def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outpu
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     """Writes the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
 
-    Every rank must call it. Does nothing unless checkpoint.export_hf requests an export.
+    Every rank must call it. Does nothing unless checkpoint.export_hf requests an export; but LoRA's adapters are
+    written at the end in any case, as a PEFT folder: runs/<name>/adapter.
     """
-    when = rank.config.checkpoint.export_hf
-    if when == "never" or (step is not None and (when == "end" or step % when)):
-        return
-    export_hf(
-        run_dir(rank.config) / ("hf" if step is None else f"hf_step_{step}"),
-        origin=rank.model_folder,
-        weights=WeightFormat(trainer.hf_shapes(), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
-        sources=trainer.slices_by_rank(),
-        parameters=trainer.parameters_by_name,
-        transport=rank.transport,
-        storage=_storage(rank),
-        changes=_changes_by_head(rank, trainer.head),
-    )
+    when, folder = rank.config.checkpoint.export_hf, run_dir(rank.config)
+    suffix = "" if step is None else f"_step_{step}"
+    is_due = when != "never" and (step is None or (when != "end" and step % when == 0))
+    dtype = DTYPES[rank.config.train.dtype]
+    if (adapters := trainer.adapters) is not None and (is_due or step is None):
+        export_hf(
+            folder / f"adapter{suffix}",
+            origin=None,
+            weights=WeightFormat(adapters.shapes, dtype),
+            sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
+            parameters=lambda: adapters.parameters,
+            transport=rank.transport,
+            changes={CONFIG: adapters.peft_config(str(rank.model_folder))},
+        )
+    if is_due:
+        export_hf(
+            folder / f"hf{suffix}",
+            origin=rank.model_folder,
+            weights=WeightFormat(trainer.hf_shapes(), dtype, fp32_tensors(rank.shape)),
+            sources=trainer.slices_by_rank(),
+            parameters=trainer.merged_parameters,
+            transport=rank.transport,
+            storage=_storage(rank),
+            changes=_changes_by_head(rank, trainer.head),
+        )
 
 
 def _storage(rank: Rank) -> Storage:

@@ -22,6 +22,7 @@ from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.reference import Reference
 
 
 def run_iterative_grpo(config: Config, env: Env, phase: CurrentPhase) -> None:
@@ -60,7 +61,7 @@ class Iterations:
 
     def reset(self) -> None:
         """The reference becomes the policy, which is then offloaded."""
-        if self.settings.reset_reference and self.policy.reference is not None:
+        if self.settings.reset_reference and isinstance(self.policy.reference, Reference):
             self.policy.reference.reset(self.policy.trainer.parameters_by_name().values())
         for trainer in self.learner.trainers:
             trainer.memory.offload_all()

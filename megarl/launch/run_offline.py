@@ -35,7 +35,7 @@ from megarl.stages.offline import OfflineRun, train_offline
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
 from megarl.stages.sft import Sft
 from megarl.trainer.heads import RewardHead
-from megarl.trainer.reference import Reference
+from megarl.trainer.reference import reference_of
 from megarl.trainer.trainer import Trainer
 from megarl.types import ObjectiveState, Prompt, StepReport
 
@@ -56,7 +56,7 @@ def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
 def run_dpo(config: Config, env: Env, phase: CurrentPhase) -> None:
     with open_rank(config, env, phase) as rank:
         trainer, prompts = make_trainer(rank), make_prompts(rank)
-        reference = Reference(trainer.parameters_by_name().values())  # before a checkpoint is restored
+        reference = reference_of(trainer)  # before a checkpoint is restored
         with _offline_run(rank, trainer, prompts) as run:
             learner = DpoLearner(trainer, reference, config.dpo, prompts.kept, run.telemetry.span)
             _train(rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy)

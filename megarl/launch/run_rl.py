@@ -25,6 +25,7 @@ from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
 from megarl.debug.parity_cause import CauseSearch
+from megarl.launch.adapters import adapter_publisher, engine_adapters
 from megarl.launch.build import (
     Rank,
     check_weights,
@@ -73,6 +74,7 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
+from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
 PARITY_PROMPTS = 8
@@ -260,6 +262,7 @@ def make_engine(rank: Rank) -> Engine:
         fp32=fp32_tensors(rank.shape),
         fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
+        adapters=engine_adapters(rank),
     )
     engine.before_steps(partial(_before_engine_step, rank))
     return engine
@@ -357,15 +360,20 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher | AdapterPublisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
-    sender, fmt = WeightSender(trainer.local_slices(), trainer.parameters_by_name), rollout_format(config, shape)
+    fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
+    arguments = (config, shape, fleet, rank.transport)
+    options: dict[str, Any] = {"is_cuda": rank.device.is_cuda}
+    receiver: Any = engine.receiver
+    if engine_adapters(rank) is not None:
+        base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
+        first = make_publisher(*arguments, base, receiver.base, weights=weights, **options)
+        return adapter_publisher(rank, trainer, first, receiver, fleet.ranks_per_node, probe)
+    sender, fmt = WeightSender(trainer.local_slices(), trainer.merged_parameters), rollout_format(config, shape)
     if fmt and (quantizer := make_quantizer(rank, trainer)):
         weights = weights.in_fp8(scale_shapes(shape, fmt))
         sender = quantizer.sender(trainer.parameters_by_name)
-    fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    is_cuda = rank.device.is_cuda
-    options = {"is_cuda": is_cuda, "weights": weights, "probe": probe}
-    return make_publisher(config, shape, fleet, rank.transport, sender, engine.receiver, **options)
+    return make_publisher(*arguments, sender, receiver, weights=weights, probe=probe, **options)

@@ -104,7 +104,7 @@ class TrainerRank:
             self.publisher.transport.leave()  # type: ignore[attr-defined]
         is_cuda = self.rank.device.is_cuda
         config, fleet, transport = group.join(self.rank.env.rank, is_cuda=is_cuda)
-        sender = WeightSender(self.trainer.local_slices(), self.trainer.parameters_by_name)
+        sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
         self.publisher = make_publisher(config, self.rank.shape, fleet, transport, sender, None, is_cuda=is_cuda)
 
     def transfer(self, version: int) -> bool:

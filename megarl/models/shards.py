@@ -272,6 +272,12 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
     return slices
 
 
+def slices_by_rank(table: Table, shape: ModelShape, layout: Layout) -> list[list[ShardSlice]]:
+    """Returns the slices of every rank of a layout, given that of one."""
+    layouts = (Layout.of(layout.sizes, layout.world, rank) for rank in range(layout.world))
+    return [slices_of(table, shape, other) for other in layouts]
+
+
 def of_expert(part: ShardSlice, local: int, expert: int, numel: int) -> ShardSlice:
     """Returns a rule's slice for one expert: at index `expert` of the first dim if the tensor stacks all experts, at
     offset `local` x `numel` (elements of one expert) if the parameter does."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.config.schema import Rollout
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import scale_shapes
+from megarl.models.lora import AdapterFormat
 from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
@@ -42,6 +43,7 @@ from megarl.weights.publish import WeightFormat
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
+    from megarl.rollout.adapters import AdapterReceiver
     from megarl.rollout.weight_loader import LayerReceiver
 
 Read = Callable[[Any, int], Any]  # of a RequestOutput and the prompt's length
@@ -51,8 +53,8 @@ class Engine:
     """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
 
     def __init__(
-        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver, eager: bool,
-        capture: RouteCapture | None = None,
+        self, llm: LLM, rollout: Rollout, stop_token_ids: Sequence[int], receiver: LayerReceiver | AdapterReceiver,
+        eager: bool, capture: RouteCapture | None = None,
     ) -> None:  # fmt: skip
         """`capture` None: no experts, or vLLM cannot show their choice."""
         self.receiver = receiver
@@ -75,6 +77,7 @@ class Engine:
         fp32: frozenset[str] = frozenset(),
         fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
+        adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
 
@@ -87,13 +90,15 @@ class Engine:
         from vllm import LLM
 
         from megarl.rollout import patches
+        from megarl.rollout.adapters import AdapterReceiver, engine_options, unwrapped
         from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
         eager = is_eager(rollout)
         settings = engine_settings(folder, rollout, dtype, fp8, trust_remote_code=trust_remote_code)
+        settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with patches.segment_names(prefix), patches.fp8_kernels(), _compiler(eager), quiet:
+        with patches.segment_names(prefix), patches.fp8_kernels(), patches.moe_without_lora(), _compiler(eager), quiet:
             llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
@@ -103,8 +108,12 @@ class Engine:
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
         weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
-        trace, capture = trace_loader(model, weights.shapes, dtype), capture_of(llm, model, rollout, eager=eager)
-        receiver = LayerReceiver(model, trace, weights, capture.reset_cache if capture else llm.reset_prefix_cache)
+        capture = capture_of(llm, model, rollout, eager=eager)
+        reset_cache = capture.reset_cache if capture else llm.reset_prefix_cache
+        with unwrapped(model):
+            receiver = LayerReceiver(model, trace_loader(model, weights.shapes, dtype), weights, reset_cache)
+        if adapters:
+            receiver = AdapterReceiver(model, receiver, adapters, reset_cache)
         return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
 
     def before_steps(self, function: Callable[[], None]) -> None:
@@ -250,7 +259,8 @@ class Engine:
             return
         with _compiler(self._eager):
             inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            ids = self._llm.enqueue(inputs, params, use_tqdm=False)  # an output has its id up to the "-"
+            ids = self._llm.enqueue(inputs, params, lora_request=self.receiver.request, use_tqdm=False)
+            # an output has its id up to the "-"
             numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():
                 done = [output for output in self._llm.llm_engine.step() if output.finished]

@@ -8,13 +8,20 @@ tests/dist/test_launch.py runs two jobs side by side.
 fp8_kernels (vLLM 0.32, CPU only): vLLM allows its FP8 kernels (bf16 activations, FP8 blocks) only where the CPU has
 AMX, but the library that it loads for AVX512 with bf16 has them too, and they compute the same there. Delete it when
 `is_supported` allows that; tests/dist/test_fp8_rollout.py fails then.
+
+moe_without_lora (vLLM 0.32, CPU only): with LoRA enabled, vLLM runs experts on Triton, which a CPU lacks, even if none
+of them is adapted. The patch selects their kernel as without LoRA. Delete it when vLLM asks whether experts are
+adapted; tests/e2e/test_lora.py runs adapters beside experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -51,3 +58,17 @@ def fp8_kernels() -> Iterator[None]:
         yield
     finally:
         CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device = originals
+
+
+@contextmanager
+def moe_without_lora() -> Iterator[None]:
+    """Within the context, vLLM chooses the kernel of experts as if LoRA were off; on a CPU only."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+
+    select = experts.select_unquantized_moe_backend
+    if not torch.cuda.is_available():
+        experts.select_unquantized_moe_backend = lambda moe_config: select(replace(moe_config, is_lora_enabled=False))
+    try:
+        yield
+    finally:
+        experts.select_unquantized_moe_backend = select

@@ -37,6 +37,8 @@ PROCESSED = "_already_called_process_weights_after_loading"
 class LayerReceiver:
     """publish.WeightReceiver. `reset_cache` drops the engine's prefix cache of old weights."""
 
+    request = None  # vLLM's, of an adapter
+
     def __init__(
         self,
         model: nn.Module,
@@ -51,6 +53,7 @@ class LayerReceiver:
         self._modules = dict(model.named_modules())
         self._aliases = trace.aliases
         self._weights = weights
+        self.dtype = weights.dtype
         self._reset_cache = reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
         self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices

@@ -19,7 +19,7 @@ from megarl.algorithms.preference import dpo_losses, pair_weights, response_logp
 from megarl.config.stage_sections import Dpo
 from megarl.data.packing import plan_microbatches
 from megarl.stages.evaluation import with_interval
-from megarl.trainer.reference import Reference
+from megarl.trainer.reference import FrozenBase, Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepReport
 
@@ -27,7 +27,7 @@ from megarl.types import PreferenceBatch, StepReport
 @dataclass(frozen=True)
 class DpoLearner:
     trainer: Trainer
-    reference: Reference
+    reference: Reference | FrozenBase
     options: Dpo
     known: dict[str, float]  # log-probs under the reference, by response
     span: Callable[[str], AbstractContextManager[None]]

@@ -90,10 +90,12 @@ class _Product(torch.autograd.Function):
         return y_TN.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (x, weight_NK), rounding = ctx.saved_tensors, ctx.rounding
         dy_TN, x_TK = gradients[0].flatten(0, -2), x.flatten(0, -2)
         dx_TK = rounding.of_rows(dy_TN, is_gradient=True) @ rounding.of_weight(weight_NK, transposed=True)
+        if not ctx.needs_input_grad[1]:  # frozen, with LoRA
+            return dx_TK.to(x.dtype).view(x.shape), None, None
         dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)
         dw_NK = dy_TN.T @ rounding.of_rows(x_TK, along_tokens=True)
         return dx_TK.to(x.dtype).view(x.shape), dw_NK.to(weight_NK.dtype), None

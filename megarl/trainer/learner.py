@@ -14,7 +14,7 @@ from megarl.algorithms.objective import Objective
 from megarl.data.collate import take_rows
 from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate, Learner
-from megarl.trainer.reference import Reference
+from megarl.trainer.reference import FrozenBase, Reference, reference_of
 from megarl.trainer.router_replay import BatchRoutes
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
@@ -28,7 +28,7 @@ class PolicyLearner:
 
     trainer: Trainer
     objective: Objective
-    reference: Reference | None
+    reference: Reference | FrozenBase | None
     seed: int  # for the random choice of tokens in clip_cov
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
     frozen: Frozen = field(default_factory=dict)
@@ -38,9 +38,9 @@ class PolicyLearner:
     def of(
         cls, trainer: Trainer, objective: Objective, *, seed: int = 0, frozen: Frozen | None = None, **options: Any
     ) -> PolicyLearner:
-        """The reference policy is a copy of the trainer's current weights, unless it is one of `frozen`."""
+        """The reference policy is the trainer's current one (`reference_of`), unless it is one of `frozen`."""
         is_copied = objective.needs_reference and "ref_logprobs" not in (frozen or {})
-        reference = Reference(trainer.parameters_by_name().values()) if is_copied else None
+        reference = reference_of(trainer) if is_copied else None
         return cls(trainer, objective, reference, seed, frozen=frozen or {}, **options)
 
     @property

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.layout import Layout, stage_layers
+from megarl.models.lora import is_adapter
 from megarl.models.registry import padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.trainer.layers import block_spec
@@ -87,11 +88,14 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Returns parameters and router biases by GPTModel's names, prefixed with `chunk<n>.` if there are several."""
+    """Returns parameters and router biases by GPTModel's names, prefixed with `chunk<n>.` if there are several.
+
+    Without LoRA's adapters.
+    """
     tensors: dict[str, Tensor] = {}
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
-        tensors |= {prefix + name: parameter for name, parameter in chunk.named_parameters()}
+        tensors |= {prefix + name: x for name, x in chunk.named_parameters() if not is_adapter(name)}
         tensors |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
     return tensors
 

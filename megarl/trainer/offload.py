@@ -76,6 +76,7 @@ class Memory:
     ) -> None:
         wrapped: Sequence[Any] = chunks
         self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self._frozen = [x for chunk in wrapped for x in chunk.parameters() if not x.requires_grad]  # in no buffer
         self.optimizer: MegatronOptimizer | None = None  # set later: the gradients are freed before it is built
         self._hosts = {kind: HostBuffer() for kind in offload}
         self._device = device
@@ -111,7 +112,7 @@ class Memory:
     def offload_all(self) -> None:
         """Offload the weights too."""
         self.offload_training_state()
-        self._offload("weights", (buffer.param_data for buffer in self._buffers))
+        self._offload("weights", [*(buffer.param_data for buffer in self._buffers), *self._frozen])
         self._empty_cache()
 
     def onload_weights(self) -> None:

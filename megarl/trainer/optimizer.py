@@ -7,7 +7,7 @@ depends on the gradient norm of the whole model, so every rank decides the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,13 @@ class LrSchedule:
         self.step = int(state["step"])
 
 
-def wrap(model: Sequence[GPTModel], **options: Any) -> list[DistributedDataParallel]:
-    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded."""
+def wrap(
+    model: Sequence[GPTModel], reduced: Callable[[], None] | None = None, **options: Any
+) -> list[DistributedDataParallel]:
+    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded.
+
+    `reduced` is called when Megatron has reduced the gradients of an update.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -61,10 +66,13 @@ def wrap(model: Sequence[GPTModel], **options: Any) -> list[DistributedDataParal
         for number, chunk in enumerate(model)
     ]
     config: Any = model[0].config  # of all chunks
-    # skips Megatron's division by a token count
-    config.finalize_model_grads_func = lambda chunks, _num_tokens=None, **options: finalize_model_grads(
-        chunks, None, **options
-    )
+
+    def finalize(chunks: list[Any], _num_tokens: Any = None, **options: Any) -> None:
+        finalize_model_grads(chunks, None, **options)  # without Megatron's division by a token count
+        if reduced is not None:
+            reduced()
+
+    config.finalize_model_grads_func = finalize
     if options.get("overlap_grad_reduce"):
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
             # logprobs.py adds to main_grad, but Megatron waits for this one

@@ -39,11 +39,8 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     _assert_agrees(layout)
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-    expert_tensor = parallel_state.get_expert_tensor_parallel_group()
-    assert isinstance(tensor, ProcessGroup) and isinstance(context, ProcessGroup)
-    assert isinstance(expert_tensor, ProcessGroup)
-    return ProcessGroups(tensor, expert_tensor, context)
+    names = ("tensor_model_parallel", "expert_tensor_parallel", "context_parallel")
+    return ProcessGroups(*(getattr(parallel_state, f"get_{name}_group")() for name in names))
 
 
 def destroy_parallel() -> None:

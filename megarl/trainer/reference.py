@@ -4,17 +4,37 @@ Another model, as the reference or a teacher, is a trainer of its own that is ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.trainer.lora import Adapters
 from megarl.trainer.offload import HostBuffer, Memory
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch, TokenOutputs
 from megarl.weights.checksum import checksum
 
 EXCHANGED_BYTES = 64 << 20  # on the device at a time
+
+
+def reference_of(trainer: Trainer) -> Reference | FrozenBase:
+    """Returns the current policy as the reference; with LoRA the base model, which needs no copy."""
+    if trainer.adapters is not None:
+        return FrozenBase(trainer.adapters, is_policy=trainer.adapters.lora.path is None)
+    return Reference(trainer.parameters_by_name().values())
+
+
+@dataclass
+class FrozenBase:
+    """Reference, of a model with adapters: while it is in use, they are off."""
+
+    adapters: Adapters
+    is_policy: bool  # before the first update from B = 0
+
+    def in_place_of(self, _parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        return self.adapters.off()
 
 
 class Reference:

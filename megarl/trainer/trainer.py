@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.schema import Moe, Train
-from megarl.config.section import Fp8
+from megarl.config.section import Fp8, Lora
 from megarl.data.packing import microbatch_multiple, plan_rows
-from megarl.layout import Layout, Parallel
+from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, Table, shapes_of, slices_of
+from megarl.models.shards import ShardSlice, Table, shapes_of, slices_by_rank, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
 from megarl.trainer.fp8 import MULTIPLES, emulate, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
+from megarl.trainer.lora import Adapters
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
 from megarl.trainer.model import build_model, local_tensors, shares_prefixes
@@ -47,6 +49,7 @@ from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wra
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
 from megarl.trainer.router_replay import BatchRoutes, RouterReplay, RowsByRank
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, StepReport, TokenBatch, TokenOutputs, UpdateReport
+from megarl.weights.placement_check import slice_checksum, sums_by_tensor
 from megarl.weights.placements import SlicesByRank
 
 
@@ -70,6 +73,7 @@ class Trainer:
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
     fp8: Fp8 | None = None
+    adapters: Adapters | None = None  # None: all weights are trained
 
     @classmethod
     def build(
@@ -81,7 +85,7 @@ class Trainer:
         folder: str | Path,
         device: torch.device,
         moe: Moe | None = None,
-        head: Head | None = None,  # None: log-probs over the vocabulary
+        head: Head | Lora | None = None,  # None: log-probs over the vocabulary; Lora: the same, training adapters only
         seed: int = 0,
         # of TransformerConfig and DistributedDataParallelConfig; `fp8` may be the section precision.fp8
         megatron_options: Mapping[str, Any] | None = None,
@@ -91,11 +95,14 @@ class Trainer:
 
         torch.distributed must be initialised. Call it on every rank.
         """
-        moe, head = moe or Moe(), head or VocabularyHead(shape.vocab, train.logprob_chunk)
+        lora = head if isinstance(head, Lora) else None
+        moe, head = moe or Moe(), (None if lora else head) or VocabularyHead(shape.vocab, train.logprob_chunk)
         options = {name: value for name, value in (megatron_options or {}).items() if name != "unsafe"}
         reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
+        if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
+            options.setdefault("moe_shared_expert_overlap", False)
         use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
         if isinstance(fp8 := options.get("fp8"), Fp8):
             options = {**options, "fp8": None} | megatron_settings(fp8, device)
@@ -108,9 +115,14 @@ class Trainer:
         else:
             table, slices = None, traced[layout.rank]
         _load(model, slices, layout, head, Path(folder), has_table=table is not None)
+        adapters = None
+        if lora is not None:
+            assert table is not None, "check_lora refuses families without a table"
+            adapters = Adapters(model, table, shape, layout, lora, groups=groups, seed=seed)
         # an overlapped reduction waits for the gradient of the output layer, which other heads do not use
         overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
-        chunks = wrap(model, **({"overlap_grad_reduce": overlaps} | reduction))
+        reduced = None if adapters is None else adapters.reduce_gradients
+        chunks = wrap(model, reduced, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
@@ -119,6 +131,7 @@ class Trainer:
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
             router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8 if isinstance(fp8, Fp8) else None,
+            adapters=adapters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -134,6 +147,25 @@ class Trainer:
         """Returns this rank's parameters and router biases by GPTModel's names (`local_tensors`)."""
         return local_tensors([chunk.module for chunk in self.model])
 
+    def merged_parameters(self) -> Mapping[str, Tensor]:
+        """Returns the same, with adapters merged into them."""
+        parameters = self.parameters_by_name()
+        return parameters if self.adapters is None else self.adapters.merged(parameters)
+
+    @cached_property
+    def base_checksums(self) -> dict[str, tuple[int, int]]:
+        """Of the frozen weights with LoRA, by HF tensor over all ranks: elements, and their positional checksum.
+
+        A collective, the first time.
+        """
+        if self.adapters is None:
+            return {}
+        parameters, shapes, slices = self.parameters_by_name(), self.hf_shapes(), self.local_slices()
+        checksums = [slice_checksum(x, parameters, shapes[x.name], parameters[x.param].dtype) for x in slices]
+        sums = sums_by_tensor(shapes, slices, torch.stack(checksums))
+        dist.all_reduce(sums)
+        return {name: (int(numel), int(value)) for name, (numel, value) in zip(shapes, sums.T.tolist(), strict=True)}
+
     def local_slices(self) -> Sequence[ShardSlice]:
         """Returns the slices of HF tensors that this rank's parameters store."""
         if self.table is None:
@@ -145,9 +177,7 @@ class Trainer:
         if self.traced is not None:
             return self.traced
         assert self.table is not None
-        axes = (getattr(self.layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
-        sizes, world = Parallel(*(axis.size for axis in axes)), self.layout.world
-        return [slices_of(self.table, self.shape, Layout.of(sizes, world, rank)) for rank in range(world)]
+        return slices_by_rank(self.table, self.shape, self.layout)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the full shape of every trained tensor of the checkpoint."""
@@ -283,6 +313,8 @@ class Trainer:
 
     def _run(self, microbatches: list[Microbatch], on_outputs: OnOutputs, options: HeadOptions, *, train: bool) -> None:
         context = self.groups.context
+        if self.adapters is not None:
+            self.adapters.trains = train
         forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
 
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:

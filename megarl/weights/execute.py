@@ -8,8 +8,9 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -107,7 +108,9 @@ class PlanExecutor:
                 sums[1, message.index] = checksum(flat)
                 on_bucket(message, flat)
             arrived = {relay_buffer(m.sender): flat for m, flat in incoming}
-            outgoing = following + self._pack_round(number + 1, {**parameters, **arrived}, sums, relays=True)
+            outgoing = following + self._pack_round(
+                number + 1, ChainMap(arrived, cast(Any, parameters)), sums, relays=True
+            )
         return sums
 
     def pack(self, message: Message, memory: Mapping[str, Tensor]) -> Tensor:

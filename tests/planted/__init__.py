@@ -9,6 +9,7 @@ from planted.gpu import GPU
 from planted.iterative import ITERATIVE
 from planted.jail import JAIL
 from planted.judging import JUDGED
+from planted.lora import LORA
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
@@ -34,6 +35,7 @@ MUTANTS = [
     *ITERATIVE,
     *JAIL,
     *JUDGED,
+    *LORA,
     *MODELS,
     *PREFERENCES,
     *REFILLS,
