@@ -26,6 +26,7 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "layouts": ("tests/dist/test_context.py", "model and batch 0, plans dealt by the number of ranks"),
     "engines": ("tests/dist/test_sync.py", "weights of the n-th sync n, prompts 100 to 109"),
     "routes": ("tests/dist/test_routes.py", "model and prompts 0, the engine's plants by a hash of its logits"),
+    "adapters": ("tests/e2e/test_lora.py", "run.seed of the configs, adapters by run.seed and name"),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
     "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
     "split_steps": ("tests/e2e/test_split.py::test_twenty_steps", "run.seed of the configs"),

@@ -46,7 +46,7 @@ class Trained(Protocol):
     @property
     def scheduler(self) -> Any: ...  # state_dict, load_state_dict
     @property
-    def base_checksums(self) -> Mapping[str, tuple[int, int]]: ...  # of frozen weights, which are not saved
+    def base_checksums(self) -> Any: ...  # of frozen weights, which are not saved: name -> (elements, checksum)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def adapter_publisher(
     fmt = WeightFormat(adapters.shapes, weights.weights.dtype)
     sources = slices_by_rank(adapters.table, rank.shape, trainer.layout)
     wanted = transport.gather(list(receiver.slices))  # every rank needs them whole
-    sizes = {"ranks_per_replica": 1, "ranks_per_node": ranks_per_node}
+    sizes: dict[str, Any] = {"ranks_per_replica": 1, "ranks_per_node": ranks_per_node}
     plan = plan_slices(fmt, sources, wanted, round_bytes=rank.config.sync.round_bytes, **sizes)
     sender = WeightSender(adapters.slices, lambda: adapters.parameters)
     moved = Publisher(plan, sender, receiver, transport, fmt, probe=probe, is_atomic=is_atomic, **sizes)

@@ -63,8 +63,9 @@ def fp8_kernels() -> Iterator[None]:
 @contextmanager
 def moe_without_lora() -> Iterator[None]:
     """Within the context, vLLM chooses the kernel of experts as if LoRA were off; on a CPU only."""
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
+    experts: Any = unquantized_fused_moe_method
     select = experts.select_unquantized_moe_backend
     if not torch.cuda.is_available():
         experts.select_unquantized_moe_backend = lambda moe_config: select(replace(moe_config, is_lora_enabled=False))

@@ -139,8 +139,8 @@ class _VocabLogprobs(torch.autograd.Function):
         scale_T = (grad_T if has_factor else torch.ones_like(grad_T)) / (-tiles.temperature * sum_T)
         hot_KT = sum_T[None] if has_factor else grad_KT * sum_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
-        grad_weight_VH, is_trained = ctx.main_grad, ctx.needs_input_grad[1]
-        if grad_weight_VH is None and is_trained:
+        grad_weight_VH = ctx.main_grad
+        if grad_weight_VH is None and ctx.needs_input_grad[1]:  # else it is frozen
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
         for tokens, columns, z_CV, row_CK, here_CK in tiles:
             z_CV.sub_(max_T[tokens, None])
@@ -152,14 +152,14 @@ class _VocabLogprobs(torch.autograd.Function):
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
             grad_CV.scatter_add_(1, row_CK, -hot_KT[:, tokens].T * here_CK)
             _add_product(grad_hidden_TH[tokens], grad_CV, weight_VH[columns])
-            if not is_trained:
+            if grad_weight_VH is None:
                 continue
             scaled_CH = (tiles.hidden(tokens) * scale_T[tokens, None]).to(
                 hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype
             )
             _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
         grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
-        if not is_trained:
+        if grad_weight_VH is None:
             return grad_hidden_TH, None, None, None, None
         if ctx.main_grad is not None:
             nothing = torch.zeros_like(weight_VH) if ctx.must_have_grad else None

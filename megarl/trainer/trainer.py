@@ -96,7 +96,8 @@ class Trainer:
         torch.distributed must be initialised. Call it on every rank.
         """
         lora = head if isinstance(head, Lora) else None
-        moe, head = moe or Moe(), (None if lora else head) or VocabularyHead(shape.vocab, train.logprob_chunk)
+        moe = moe or Moe()
+        head = VocabularyHead(shape.vocab, train.logprob_chunk) if head is None or isinstance(head, Lora) else head
         options = {name: value for name, value in (megatron_options or {}).items() if name != "unsafe"}
         reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
         assert beside is None or beside.layout == layout

@@ -1,7 +1,8 @@
 """Mistakes in LoRA's adapters."""
 
 TABLES = "unit/trainer/test_lora.py::test_merged_weights_are_those_of_each_projection"
-LAYOUTS = "dist/test_lora.py::test_updates_are_those_of_plain_torch_in_every_layout"
+LAYOUTS = "dist/test_lora.py::test_updates_are_those_of_plain_torch_in_every_layout[found]"
+FORMATS = "unit/trainer/test_lora_formats.py"
 PEFT = "unit/trainer/test_lora_peft.py"
 ENGINE = "e2e/test_lora.py"
 
@@ -77,5 +78,35 @@ LORA = [
         "        self._has_weights = True\n",
         "",
         f"{ENGINE}::test_a_sync_of_adapters_moves_their_bytes_only",
+    ),
+    (
+        "rollout/engine.py",
+        "lora_request=self.receiver.request",
+        "lora_request=None",
+        f"{ENGINE}::test_merged_and_adapter_sample_the_same",
+    ),
+    (
+        "checkpoint/state.py",
+        'raise ValueError(f"its frozen weights are others: {name}")',
+        "pass",
+        "dist/test_lora.py::test_training_resumes_bit_for_bit_and_in_other_layouts",
+    ),
+    (
+        "trainer/trainer.py",
+        "return parameters if self.adapters is None else self.adapters.merged(parameters)",
+        "return parameters",
+        f"{FORMATS}::test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for[qwen3_moe-fp8]",
+    ),
+    (
+        "trainer/lora.py",
+        "return output[0] + (",
+        "return output[0].detach() + (",
+        f"{FORMATS}::test_in_fp8_the_base_is_rounded_and_adapters_learn[blockwise]",
+    ),
+    (
+        "config/lora_checks.py",
+        'if (quantization := config.rollout.quantization) != "none" and has_engine:',
+        'if (quantization := config.rollout.quantization) != "none" and not has_engine:',
+        "unit/config/test_lora_checks.py::test_refusals",
     ),
 ]
