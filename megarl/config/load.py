@@ -278,16 +278,19 @@ def _short(value: Any) -> str:
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
-    """Suggests similar names of the same section, else the same or a similar name of any section."""
+    """Suggests the same name of other sections, else similar names of the same section, else those of any section."""
     key, name, section = ".".join(path), path[-1], Config
     if key in RENAMED:
         return f"{key} {_origin(key, lines)} has been renamed; use {RENAMED[key]}"
     for part in path[:-1]:
         if part in section.model_fields:  # not a list index
             section = _section(section.model_fields[part].annotation) or section
-    near = [".".join([*path[:-1], close]) for close in difflib.get_close_matches(name, section.model_fields, n=2)]
+    everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
+    near = [known for known, last in everywhere.items() if last == name][:3]
+    near = near or [
+        ".".join([*path[:-1], close]) for close in difflib.get_close_matches(name, section.model_fields, n=2)
+    ]
     if not near:
-        everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
         close = difflib.get_close_matches(name, everywhere.values(), n=1)
         near = [known for known, last in everywhere.items() if last in close][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(section.model_fields)}"

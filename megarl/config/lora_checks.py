@@ -25,10 +25,6 @@ def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
     lora, stage = config.lora, config.stage
     if lora is None:
         return
-    if config.launch.topology == "split":
-        raise ValueError(
-            "lora is not available with launch.topology=split; set launch.topology=colocated, or remove lora"
-        )
     if shape.bridge is not None:
         raise ValueError(f"lora is set, but {shape.family} has no table; use a model with one, or remove lora")
     if stage in ("reward_model", "iterative_grpo") or config.algorithm.needs_critic:
@@ -56,7 +52,9 @@ def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
 
 def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -> None:
     reason = None
-    if table.expert:
+    if config.launch.topology == "split":
+        reason = "launch.topology=split moves whole weights"
+    elif table.expert:
         names = sorted(targets_of(Table((), (), (), table.expert)))
         reason = f"lora.targets has {', '.join(names)} of experts, which vLLM cannot adapt here"
     elif shape.latent is not None:

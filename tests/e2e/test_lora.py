@@ -109,3 +109,12 @@ def test_a_quantised_base_is_sampled_with_its_adapters(tmp_path: Path) -> None:
         found = train("tiny_moe", tmp_path, sync, *common, f"lora.sync={sync}", export)
         assert len(found) == 3 and all(row["weights/verified"] for row in found)
         assert (tmp_path / sync / "hf/config.json").is_file() and (tmp_path / sync / "adapter").is_dir()
+
+
+@pytest.mark.exhaustive  # Ray starts
+def test_the_split_topology_gets_merged_weights(tmp_path: Path) -> None:
+    common = ("launch.processes=1", "train.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.lr=2e-2")
+    common += ("rollout.cpu_kv_cache_gb=0.1", "lora={rank: 4, alpha: 8}", "algorithm.kl.coef=0.01")
+    colocated = train("tiny_dense", tmp_path, "colocated", *common)
+    same(colocated, train("tiny_dense", tmp_path, "split", *common, "launch.topology=split"))
+    assert colocated[-1]["kl/ref"] > 1e-4

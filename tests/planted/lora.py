@@ -62,18 +62,6 @@ LORA = [
         f"{PEFT}::test_dropout_is_of_training_only_and_offloaded_weights_come_back",
     ),
     (
-        "launch/run_rl.py",
-        "base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)",
-        "base = WeightSender(trainer.local_slices(), trainer.merged_parameters)",
-        f"{ENGINE}::test_merged_and_adapter_sample_the_same",
-    ),
-    (
-        "rollout/adapters.py",
-        "        self._reset_cache()\n        self._state",
-        "        self._state",
-        f"{ENGINE}::test_merged_and_adapter_sample_the_same",
-    ),
-    (
         "weights/adapters.py",
         "        self._has_weights = True\n",
         "",
@@ -101,7 +89,7 @@ LORA = [
         "trainer/lora.py",
         "return output[0] + (",
         "return output[0].detach() + (",
-        f"{FORMATS}::test_in_fp8_the_base_is_rounded_and_adapters_learn[blockwise]",
+        LAYOUTS,
     ),
     (
         "config/lora_checks.py",

@@ -38,7 +38,7 @@ def check(lora: dict[str, Any], create: dict[str, Any] | None = None, **sections
         ({"sync": "adapter", "rank": 600}, {}, {}, ["lora.rank=600", "512"]),
         ({"sync": "adapter"}, {}, {"rollout": {"sleep_level": 2}}, ["rollout.sleep_level=2"]),
         ({}, MLA, {"moe": {"bias_update_rate": 0.1}}, ["moe.bias_update_rate=0.1 changes the base"]),
-        ({}, {}, {"launch": {"topology": "split"}}, ["launch.topology=split", "set launch.topology=colocated"]),
+        ({"sync": "adapter"}, {}, {"launch": {"topology": "split"}}, ["split moves whole weights", "lora.sync=merged"]),
         (
             {},
             {},
@@ -64,6 +64,7 @@ def test_refusals(lora: dict[str, Any], create: dict[str, Any], sections: dict[s
         ({"sync": "adapter", "rank": 5}, {}, {}),
         ({"sync": "adapter", "targets": ["q_proj", "v_proj"]}, MOE, {}),
         ({"dropout": 0.1}, {}, {"stage": "sft"}),
+        ({}, {}, {"launch": {"topology": "split"}}),
         ({}, MOE, {"rollout": {"router_replay": "engine"}}),
         ({"sync": "adapter"}, {}, {"precision": {"fp8": {"emulate": True}}}),
         ({"targets": ["w1"]}, {"family": "mixtral", "experts": 4}, {}),

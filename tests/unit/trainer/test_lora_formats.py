@@ -67,7 +67,8 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(tmp_path:
         update = train_supervised(trainer, batch).updates[0]
         found.append((update.loss, update.grad_norm, trainer.logprobs(batch)))
         if base is folder:
-            merged = trainer.merged_parameters()
+            adapters: Any = trainer.adapters
+            merged = adapters.merged(trainer.parameters_by_name())
             export_hf(
                 tmp_path / "hf",
                 origin=folder,
