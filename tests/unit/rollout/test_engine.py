@@ -69,7 +69,7 @@ class Llm:
 def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM schedules nothing before all of it is awake, and `generate` would wait for ever."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    llm, receiver = Llm(), SimpleNamespace(state="sealed")
+    llm, receiver = Llm(), SimpleNamespace(state="sealed", request=None)
     engine = Engine(llm, Rollout(), (), receiver, eager=False)  # type: ignore[arg-type]
     engine._asleep = ["weights", "kv_cache"]
     engine.wake("weights")
@@ -82,7 +82,7 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     monkeypatch: pytest.MonkeyPatch, stop: str, tokens: list[int], finish: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    receiver = SimpleNamespace(state="ready", version=0)
+    receiver = SimpleNamespace(state="ready", version=0, request=None)
     ids = stop_token_ids(TokenIds((2,), 67), (stop,))
     engine = Engine(Llm(), Rollout(max_tokens=4), ids, receiver, eager=False)  # type: ignore[arg-type]
     sample = engine.sample([Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0)[0]
@@ -105,7 +105,7 @@ def test_experts_keep_their_width_on_blackwell(
 def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     llm, handed = Llm(), []
-    engine = Engine(llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0), eager=False)  # type: ignore[arg-type]
+    engine = Engine(llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0, request=None), eager=False)  # type: ignore[arg-type]
     requests = [Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)]
 
     def finished(samples: Sequence[Sample]) -> None:
