@@ -32,7 +32,7 @@ class Llm:
     def wake_up(self, tags: list[str]) -> None:
         self.calls.extend(tags)
 
-    def enqueue(self, inputs: list[Any], params: list[Any], *, use_tqdm: bool) -> list[str]:
+    def enqueue(self, inputs: list[Any], params: list[Any], *, use_tqdm: bool, **_options: Any) -> list[str]:
         self.calls.append("enqueue")
         for number, (prompt, each) in enumerate(zip(inputs, params, strict=True)):
             prompt_logprobs = flat(prompt["prompt_token_ids"][1:])
@@ -105,7 +105,9 @@ def test_experts_keep_their_width_on_blackwell(
 def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     llm, handed = Llm(), []
-    engine = Engine(llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0, request=None), eager=False)  # type: ignore[arg-type]
+    engine = Engine(
+        llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0, request=None), eager=False
+    )  # type: ignore[arg-type]
     requests = [Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)]
 
     def finished(samples: Sequence[Sample]) -> None:
