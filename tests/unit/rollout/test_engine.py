@@ -105,9 +105,8 @@ def test_experts_keep_their_width_on_blackwell(
 def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     llm, handed = Llm(), []
-    engine = Engine(
-        llm, Rollout(max_tokens=4), (12,), SimpleNamespace(state="ready", version=0, request=None), eager=False
-    )  # type: ignore[arg-type]
+    receiver = SimpleNamespace(state="ready", version=0, request=None)
+    engine = Engine(llm, Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
     requests = [Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)]
 
     def finished(samples: Sequence[Sample]) -> None:
