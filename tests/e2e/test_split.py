@@ -65,6 +65,7 @@ def arguments(pid: int, option: str) -> list[str]:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive  # minutes
 @pytest.mark.timeout(1200)
 def test_what_is_killed_is_replaced_and_the_numbers_stay(tmp_path: Path, own: Belongings) -> None:
     """An engine's core that generates, its actor in a sync, a rank of the trainer, the controller."""
@@ -155,9 +156,8 @@ STALE = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * bool(i)) for i, case in enumerate(STALE)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", STALE)
 def test_tokens_are_at_most_so_stale_and_each_span_is_of_the_weights_it_names(
     case: str, tmp_path: Path, own: Belongings
 ) -> None:
