@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_runs import Belongings, Run, compare
+from split_runs import Belongings, Run, compare, open_to_others
 from test_rewards import start_server
 
 from megarl.platform.env import child_env
@@ -51,8 +51,11 @@ def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path, own: Bel
         (gcs,) = {part for pid in run.family("raylet/raylet") for part in arguments(pid, "--gcs-address=")}
         environment = child_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
         refused = subprocess.run([sys.executable, "-c", STRANGER, gcs], env=environment, capture_output=True, text=True)
+        reached = open_to_others({port for _, port in listeners})
     finally:
         os.kill(run.process.pid, signal.SIGCONT)
+    print(f"{len(listeners)} listeners; from another network namespace reached: {reached}")
+    assert not reached
     assert refused.returncode != 0 and "AuthenticationError" in refused.stderr, refused.stderr[-800:]
     compare(run.finish(), colocated.finish())
     run.audit()
