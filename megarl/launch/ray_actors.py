@@ -187,7 +187,7 @@ class TrainerRanks:
                 except RankLost as lost:
                     failures.append(lost.failure)
                     gone = gone or (lost if lost.is_gone else None)
-                    deadline = deadline or time.monotonic() + GRACE_S
+                    deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
         if not failures:
             return unpack_batch(value)
         first = exit_codes.first_failure(map(exit_codes.to_record, failures))

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,48 @@ class Run:
                     address, port = local.split(":")
                     found.add((address, int(port, 16)))
         return found
+
+
+PROBE = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    probe = socket.socket()
+    probe.settimeout(2)
+    if probe.connect_ex((sys.argv[1], port)) == 0:
+        print(port)
+"""
+
+
+def open_to_others(ports: set[int]) -> set[int] | None:
+    """Those that a process in another network namespace, as on another host, can connect to; None where none may be
+    made. One port that listens on all addresses is tried with them, and must be open."""
+    name, address = f"m{os.getpid()}", "10.231.7"
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    try:
+        if not (shutil.which("ip") and ip("netns", "add", name)):
+            return None
+        steps = (
+            f"link add {name}h type veth peer name {name}p netns {name}",
+            f"addr add {address}.1/30 dev {name}h",
+            f"link set {name}h up",
+            f"-n {name} addr add {address}.2/30 dev {name}p",
+            f"-n {name} link set {name}p up",
+        )
+        if not all(ip(*step.split()) for step in steps):
+            return None
+        with socket.create_server(("0.0.0.0", 0)) as control:
+            port = control.getsockname()[1]
+            command = ["ip", "netns", "exec", name, sys.executable, "-c", PROBE, f"{address}.1"]
+            done = subprocess.run([*command, *map(str, (port, *ports))], capture_output=True, text=True, check=True)
+        found = set(map(int, done.stdout.split()))
+        assert port in found
+        return found - {port}
+    finally:
+        ip("link", "del", f"{name}h")
+        ip("netns", "del", name)
 
 
 def compare(one: list[dict[str, Any]], other: list[dict[str, Any]], rel: float = 0.0) -> float:

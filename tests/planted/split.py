@@ -59,6 +59,12 @@ SPLIT = [
         "raise RankLost(first)",
         f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
     ),
+    (
+        "launch/ray_actors.py",
+        "deadline = 0.0 if gone else deadline or",
+        "deadline = deadline or",
+        f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
+    ),
     (  # the rank in the default group, which is 0 everywhere
         "weights/transports/collective.py",
         "(group.process_group.rank(), group.process_group.size())",

@@ -193,6 +193,9 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: 
     with pytest.raises(RankLost, match="rank 1 was killed") as lost:
         TrainerRanks([peer, gone]).call("update")
     assert lost.value.is_gone
+    stuck: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False)))
+    with pytest.raises(RankLost, match="rank 1 was killed"):  # and nobody waits for what a peer reports
+        TrainerRanks([stuck, gone]).call("update")
     refusal = exit_codes.to_record(Failure(0, exit_codes.REFUSED, "log-probs differ"))
     peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
     with pytest.raises(CheckFailed, match="log-probs differ"):
