@@ -148,7 +148,7 @@ class HttpClient:
             await asyncio.gather(*late, return_exceptions=True)
         cause, detail = "timeout", f"{self.url} did not answer all requests within total_s={options.total_s}"
         if failed and failed[0].cause in UNREACHABLE:
-            cause, detail = failed[0].cause, f"{failed[0]} (again and again for total_s={options.total_s})"
+            cause, detail = failed[0].cause, f"{failed[0]} after retries for total_s={options.total_s}"
         out_of_time = ScoreError(cause, detail)
         return [out_of_time if task in late else task.result() for task in tasks]
 
