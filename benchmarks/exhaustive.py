@@ -28,6 +28,7 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "routes": ("tests/dist/test_routes.py", "model and prompts 0, the engine's plants by a hash of its logits"),
     "adapters": ("tests/e2e/test_lora.py", "run.seed of the configs, adapters by run.seed and name"),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
+    "cheat": ("tests/e2e/test_trained_cheat.py", "run.seed of its config"),
     "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
     "split_steps": ("tests/e2e/test_split.py::test_twenty_steps", "run.seed of the configs"),
     "split_kills": ("tests/e2e/test_split.py::test_twenty_kills", "kills drawn with seed 5"),

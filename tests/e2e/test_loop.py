@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,11 +35,21 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A number of ranks, every case one after the other."""
-    folder = tmp_path_factory.mktemp("loop")
-    run_ranks(HERE / "loop_ranks.py", request.param, str(folder), timeout_s=540)
-    return folder
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A number of ranks, every case one after the other; once, as pytest makes parametrized fixtures anew."""
+
+    @cache
+    def launch(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp("loop")
+        run_ranks(HERE / "loop_ranks.py", ranks, str(folder), timeout_s=540)
+        return folder
+
+    return launch
+
+
+@pytest.fixture
+def runs(launched: Callable[[int], Path], request: pytest.FixtureRequest) -> Path:
+    return launched(request.param)
 
 
 CASES = {  # ranks -> [(model, objective, how many layouts)]

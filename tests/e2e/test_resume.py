@@ -141,6 +141,7 @@ def test_every_prompt_is_accounted_for_after_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_once(tmp_path: Path) -> None:
     kill(tmp_path, 1, "parallel.tensor=2", "train.steps=6")
 

@@ -193,6 +193,7 @@ def test_sigterm_in_a_rollout(tmp_path: Path, tensor: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_under_torchrun_the_ranks_watch_each_other(tmp_path: Path) -> None:
     config, *overrides = [*sums(tmp_path), "task.name=stall_task:sums", "parallel.pipeline=2", "launch.timeout_s=120"]

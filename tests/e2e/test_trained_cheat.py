@@ -44,6 +44,7 @@ def train(folder: Path, reward: str, *, steps: int) -> list[float]:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_policy_learns_the_old_hole_and_finds_none_in_the_reward(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
