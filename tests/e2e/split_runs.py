@@ -155,7 +155,9 @@ class Run:
     def wait_for(self, what: Callable[[], Any], timeout_s: float = 480, pause_s: float = 0.02) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := what()):
-            assert self.process.poll() is None, f"it has ended:\n{self.errors()}{self._logs()}"
+            assert self.process.poll() is None, (
+                f"it has ended, code {self.process.poll()}:\n{self.errors()}{self._logs()}"
+            )
             assert time.monotonic() < deadline, f"it did not happen:\n{self.errors()}{self._logs()}"
             time.sleep(pause_s)
         return value

@@ -39,10 +39,10 @@ def own() -> Iterator[Belongings]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path, own: Belongings) -> None:
-    common = ("train.steps=3", "launch.processes=1", *SMALL)
+    common = ("train.steps=30", "launch.processes=1", *SMALL)  # seconds, in which it is stopped
     colocated = Run.start(tmp_path, "whole", "tiny_dense", *common)
     run = Run.start(tmp_path, "split", "tiny_dense", *SPLIT, *common, tmp=own.folder)
-    run.wait_for(lambda: run.family("EngineCore") and run.rows())
+    run.until(0)
     os.kill(run.process.pid, signal.SIGSTOP)  # Ray's processes stay as long as the controller
     try:
         listeners = run.listeners()
