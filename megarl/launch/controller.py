@@ -151,6 +151,7 @@ class RemoteWeights:
         group = SyncGroup(self.store, self.group, self.config.model_dump_json(), self.ranks_per_node)
         calls = [(replica, replica.begin("join", asdict(group))) for replica in replicas]
         self._finish(calls, self.ranks.begin("join", group))
+        self.barriers = 1
         for replica in replicas:
             replica.is_joined = True
 
@@ -197,9 +198,10 @@ class RemoteWeights:
         return value, replies
 
     def _end_barrier(self, absent: str) -> None:
-        """For those that wait for one that is lost, at the beginning of a sync."""
+        """For those that wait for one that is lost: at the beginning of a sync, or to find out who is left of it."""
         timeout = timedelta(seconds=self.config.launch.timeout_s)
-        end_barrier(self.store, self.group, self.barriers, absent, timeout)
+        for number in (self.barriers, self.barriers + 1):
+            end_barrier(self.store, self.group, number, absent, timeout)
 
 
 @dataclass

@@ -8,7 +8,6 @@ A call returns {"value": ...} or {"failure": record}: what a failure means does 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
@@ -98,8 +97,8 @@ class EngineActor(_Actor):
 
     async def call(self, method: str, *values: Any) -> dict[str, Any]:
         try:
-            value = getattr(self._made, method)(*values)
-            return {"value": await value if inspect.isawaitable(value) else value}
+            assert self._made is not None
+            return {"value": await self._made.call(method, *values)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 

@@ -10,6 +10,7 @@ A version is served only after `commit`; until then, and after a failed sync, re
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -162,6 +163,19 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         return self.llm.model_config.max_model_len
 
+    async def call(self, method: str, *values: Any) -> Any:
+        """Any method below. Raises RuntimeError once the engine is lost: vLLM may wait for a core that is gone."""
+        value = getattr(self, method)(*values)
+        if not inspect.isawaitable(value):
+            return value
+        call, lost = asyncio.ensure_future(value), asyncio.ensure_future(self.children.lost.wait())
+        await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if self.children.lost.is_set():
+            call.cancel()
+            raise RuntimeError(self._error)
+        return call.result()
+
     # sampling
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -188,25 +202,22 @@ class AsyncEngine:
         self._finished.clear()
 
     async def poll(self) -> Any:
-        """Waits until samples are finished; returns them packed. Raises RuntimeError once the engine is lost."""
+        """Waits until samples are finished; returns them packed."""
         await self._news.wait()
         self._news.clear()
         samples, self._finished = self._finished, []
-        if self._error:
-            self._news.set()
-            raise RuntimeError(self._error)
         return pack(samples).numpy()
 
     # the sync
 
     async def join(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return await self._on_workers("sync_join", group, self.replica, str(self.folder))
+        return await self.llm.collective_rpc("sync_join", args=(group, self.replica, str(self.folder)))
 
     async def transfer(self, version: int) -> list[dict[str, Any]]:
         """Pauses, and receives `version`; requests that were running wait for `end`."""
         self.is_ready = False
         await self.llm.pause_generation(mode="keep", clear_cache=True)
-        return await self._on_workers("sync_transfer", version)
+        return await self.llm.collective_rpc("sync_transfer", args=(version,))
 
     async def open(self, version: int) -> None:
         """Lets the probe run under weights that are not committed, and with it what was running before the sync."""
@@ -215,23 +226,13 @@ class AsyncEngine:
         await self.llm.resume_generation()
 
     async def end(self, version: int, committed: bool) -> list[dict[str, Any]]:
-        replies = await self._on_workers("sync_end", version, committed)
+        replies = await self.llm.collective_rpc("sync_end", args=(version, committed))
         if committed:
             await self.llm.reset_prefix_cache()
             await self.llm.update_weight_version(str(version))
             await self.llm.resume_generation()
             self.is_ready = True
         return replies
-
-    async def _on_workers(self, method: str, *values: Any) -> list[dict[str, Any]]:
-        call = asyncio.ensure_future(self.llm.collective_rpc(method, args=values))
-        lost = asyncio.ensure_future(self.children.lost.wait())
-        await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
-        lost.cancel()
-        if self.children.lost.is_set():
-            call.cancel()
-            raise RuntimeError(self._error)
-        return call.result()
 
     # the probe (parity.ScoringEngine)
 
@@ -281,7 +282,6 @@ class AsyncEngine:
         self._error = self._error or f"engine {self.replica} is lost: {cause}"
         self.is_ready = False
         self.children.lost.set()
-        self._news.set()
 
 
 def prepare_environment(tensor: int) -> None:

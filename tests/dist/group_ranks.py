@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -34,14 +36,37 @@ def main(store: str, rank: int, world: int) -> None:
         transport.leave()
     transport = join(store, rank, world, "third")
     if rank == 0:  # does not come to the barrier, and says so for another
-        end_barrier(store, "third", 0, "engine 7", TIMEOUT)
-        return
+        end_barrier(store, "third", 1, "engine 7", TIMEOUT)
+    else:
+        assert "engine 7 of" in refused(lambda: transport.barrier("the sync"))
+    a_failure_ends_what_the_others_wait_for(store, rank, world)
+    if rank:  # one that is gone before it joins
+        assert "engine 8 of" in refused(lambda: join(store, rank, world, "last"))
+    else:
+        end_barrier(store, "last", 0, "engine 8", TIMEOUT)
+
+
+def a_failure_ends_what_the_others_wait_for(store: str, rank: int, world: int) -> None:
+    """Rank 0 fails; rank 1 waits for its message, rank 2 for rank 1."""
+    transport = join(store, rank, world, "fourth")
+    transport.sum(torch.tensor(rank))
+    began, buffer = time.monotonic(), torch.empty(4)
+    if rank == 0:
+        transport.leave()
+        refused(lambda: transport.sum(torch.tensor(rank)))  # and not in the default group
+    else:
+        assert f"rank {rank - 1} did not send" in refused(transport.start({}, {rank - 1: buffer}))
+    assert time.monotonic() - began < 30, "half of the time-out"
+    transport.leave()
+    assert dist.is_initialized(), "the default group stays"
+
+
+def refused(call: Callable[[], object]) -> str:
     try:
-        transport.barrier("the sync")
+        call()
     except CheckFailed as error:
-        assert "engine 7 of" in str(error), error
-        return
-    raise AssertionError("the barrier let it through")
+        return str(error)
+    raise AssertionError("it went through")
 
 
 if __name__ == "__main__":

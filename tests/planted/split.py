@@ -54,6 +54,12 @@ SPLIT = [
         f"{ENGINES}::test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again",
     ),
     (
+        "launch/controller.py",
+        "in (self.barriers, self.barriers + 1):",
+        "in (self.barriers,):",
+        f"{ENGINES}::test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again",
+    ),
+    (
         "launch/ray_actors.py",
         "raise gone or RankLost(first)",
         "raise RankLost(first)",
@@ -65,10 +71,28 @@ SPLIT = [
         "deadline = deadline or",
         f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
     ),
+    (  # gloo ends a group's connections with its last reference
+        "weights/transports/collective.py",
+        "process_group, self.process_group = self.process_group, None",
+        "process_group = self.process_group",
+        GROUP,
+    ),
+    (
+        "weights/transports/collective.py",
+        "                self.leave()  # so that",
+        "                # so that",
+        GROUP,
+    ),
+    (
+        "weights/transports/collective.py",
+        "        barriers.meet(",
+        "        next(barriers._numbers)  # (",
+        GROUP,
+    ),
     (  # the rank in the default group, which is 0 everywhere
         "weights/transports/collective.py",
-        "(group.process_group.rank(), group.process_group.size())",
-        "(dist.get_rank(), group.process_group.size())",
+        "self.rank, self.world = group.process_group.rank(), group.process_group.size()",
+        "self.rank, self.world = dist.get_rank(), group.process_group.size()",
         GROUP,
     ),
     (

@@ -7,9 +7,9 @@ peer of the transfer that did not complete. A collective alone would only report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -38,30 +38,69 @@ def open_store(address: str, name: str, timeout: timedelta) -> Any:
     return dist.distributed_c10d.PrefixStore(name, store)
 
 
-@dataclass(frozen=True)
+@dataclass
+class Barriers:
+    """Of ranks that share a store, and need no connection. All ranks make the same ones, in the same order."""
+
+    store: Any
+    rank: int
+    world: int
+    timeout: timedelta
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def meet(self, what: str, timeout: timedelta | None = None) -> None:
+        """Raises CheckFailed naming the ranks that do not come in time."""
+        timeout, number = timeout or self.timeout, str(next(self._numbers))
+        verdict = f"{number}/verdict"  # set once, by the last rank to arrive or the first to time out; final
+        self.store.set(f"{number}/{self.rank}", "here")
+        if self.store.add(f"{number}/count", 1) == self.world:
+            self.store.compare_set(verdict, "", "all")
+        try:
+            self.store.wait([verdict], timeout)
+        except dist.DistNetworkError as error:
+            raise CheckFailed(f"rank 0, which hosts the store, exited before {what}: {error}") from error
+        except RuntimeError:  # the time-out: DistError of a TCPStore, a plain one of a FileStore
+            missing = [rank for rank in range(self.world) if not self.store.check([f"{number}/{rank}"])]
+            self.store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
+        absent = self.store.get(verdict).decode()
+        if absent != "all":
+            raise CheckFailed(
+                f"{absent} of {self.world} did not reach {what} within {timeout.total_seconds():g} s; check "
+                "that log, and raise launch.timeout_s if it is only slow"
+            )
+
+
+@dataclass
 class Group:
     """A process group across worlds: its members' default groups are others, and dist.get_rank knows only those."""
 
     process_group: Any
-    store: Any
+    barriers: Barriers  # the first is that of `join`
 
     @classmethod
     def join(cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta) -> Group:
-        """A collective of the group's `world` members; after a death, the rest join again under another `name`."""
+        """A collective of the group's `world` members; after a death, the rest join again under another `name`.
+
+        Raises CheckFailed if one does not come."""
+        barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world, timeout)
+        barriers.meet("the weight sync's process group")  # as connecting to one that is gone ends at the time-out only
         backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
         helper: Any = dist.distributed_c10d._new_process_group_helper
         process_group, _ = helper(world, rank, [], backend, store, group_name=name, timeout=timeout)
         dist.distributed_c10d._world.pg_group_ranks[process_group] = {number: number for number in range(world)}
-        return cls(process_group, store)
+        return cls(process_group, barriers)
 
     def leave(self) -> None:
-        """Ends the connections; works without the others."""
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(self.process_group)
+        """Ends the connections, which fails what others wait for; works without them."""
+        process_group, self.process_group = self.process_group, None  # gloo keeps connections until the last reference
+        if process_group is not None:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(process_group)
 
 
 def end_barrier(address: str, name: str, number: int, absent: str, timeout: timedelta) -> None:
-    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those that will not come."""
+    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those that will not come; the
+    barrier 0 is that of Group.join."""
     store = dist.distributed_c10d.PrefixStore(BARRIER, open_store(address, name, timeout))
     store.compare_set(f"{number}/verdict", "", absent)
 
@@ -70,18 +109,23 @@ class Collective:
     """Of the default group, or another. `timeout_s=None`: torch's default."""
 
     def __init__(self, *, timeout_s: float | None = None, group: Group | None = None) -> None:
-        self._joined, self._group = group, group.process_group if group else None
-        self.rank, self.world = (
-            (group.process_group.rank(), group.process_group.size())
-            if group
-            else (dist.get_rank(), dist.get_world_size())
-        )
+        self._joined = group
         self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
-        self._barriers = count()
-        # the store that the ranks used for rendezvous
-        store: Any = group.store if group else dist.distributed_c10d._get_default_store()
-        name = BARRIER if group else f"{BARRIER}/{next(_INSTANCES)}"
-        self._store = dist.distributed_c10d.PrefixStore(name, store)
+        if group:
+            self.rank, self.world = group.process_group.rank(), group.process_group.size()
+            self._barriers = group.barriers
+        else:
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            # the store that the ranks used for rendezvous
+            store: Any = dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d.PrefixStore(f"{BARRIER}/{next(_INSTANCES)}", store)
+            self._barriers = Barriers(store, self.rank, self.world, self._timeout)
+
+    @property
+    def _group(self) -> Any:
+        if self._joined and self._joined.process_group is None:
+            raise CheckFailed("the process group of the weight sync has ended; join another")
+        return self._joined.process_group if self._joined else None
 
     def leave(self) -> None:
         """Ends the connections of a group across worlds; works without the others."""
@@ -106,35 +150,20 @@ class Collective:
                 fault = faults.pop()
                 try:
                     works.pop().wait(self._timeout)
+                    continue
                 except RuntimeError as error:
-                    works.clear()
-                    raise CheckFailed(
-                        f"{fault} (waited up to {self._timeout.total_seconds():g} s): {error}; check that rank's "
-                        "log, and raise launch.timeout_s if it is only slow"
-                    ) from error
+                    text = str(error)  # not itself: its frames hold the group
+                works.clear()
+                self.leave()  # so that the others fail too, and at once
+                raise CheckFailed(
+                    f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that rank's log, and "
+                    "raise launch.timeout_s if it is only slow"
+                )
 
         return wait
 
     def barrier(self, what: str, timeout: timedelta | None = None, *, patience: int = 1) -> None:
-        timeout = timeout or self._timeout * patience
-        number = str(next(self._barriers))
-        verdict = f"{number}/verdict"  # set once, by the last rank to arrive or the first to time out; final
-        self._store.set(f"{number}/{self.rank}", "here")
-        if self._store.add(f"{number}/count", 1) == self.world:
-            self._store.compare_set(verdict, "", "all")
-        try:
-            self._store.wait([verdict], timeout)
-        except dist.DistNetworkError as error:
-            raise CheckFailed(f"rank 0, which hosts the store, exited before {what}: {error}") from error
-        except RuntimeError:  # the time-out: DistError of a TCPStore, a plain one of a FileStore
-            missing = [rank for rank in range(self.world) if not self._store.check([f"{number}/{rank}"])]
-            self._store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
-        absent = self._store.get(verdict).decode()
-        if absent != "all":
-            raise CheckFailed(
-                f"{absent} of {self.world} did not reach {what} within {timeout.total_seconds():g} s; check "
-                "that log, and raise launch.timeout_s if it is only slow"
-            )
+        self._barriers.meet(what, timeout or self._timeout * patience)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()
@@ -146,11 +175,15 @@ class Collective:
         self._run(lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
-    def _run(self, collective: Callable[[], object]) -> None:
+    def _run(self, collective: Callable[[], object]) -> object:
         """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing ones."""
         try:
-            collective()
+            return collective()
+        except CheckFailed:
+            raise
         except RuntimeError as error:
-            what = f"the end of a weight sync ({' '.join(str(error).split())})"
-            self.barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
-            raise CheckFailed(f"a weight sync failed although all ranks are still running: {error}") from error
+            text = " ".join(str(error).split())
+        self.leave()
+        what = f"the end of a weight sync ({text})"
+        self.barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
+        raise CheckFailed(f"a weight sync failed although all ranks are still running: {text}")

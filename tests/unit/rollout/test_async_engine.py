@@ -88,7 +88,7 @@ async def publish(engine: AsyncEngine, version: int, *, committed: bool = True) 
 
 
 async def poll(engine: AsyncEngine) -> list[Sample]:
-    return unpack(torch.tensor(await asyncio.wait_for(engine.poll(), 5)))
+    return unpack(torch.tensor(await asyncio.wait_for(engine.call("poll"), 5)))
 
 
 async def settle() -> None:
@@ -153,16 +153,19 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
     asyncio.run(run())
 
 
-def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine) -> None:
+@pytest.mark.parametrize("stage", ["pausing", "receiving"])
+def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine, stage: str) -> None:
     async def run() -> None:
         await publish(engine, 1)
-        waiting = asyncio.ensure_future(engine.poll())
         hanging: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        engine.llm.collective_rpc = lambda method, args: hanging
-        receiving = asyncio.ensure_future(engine.transfer(2))
+        if stage == "receiving":
+            engine.llm.collective_rpc = lambda method, args: hanging
+        else:
+            engine.llm.pause_generation = lambda **options: hanging
+        calls = [asyncio.ensure_future(engine.call(*call)) for call in (("poll",), ("transfer", 2))]
         await settle()
         engine._lose("its process VLLM::EngineCore (7) has ended")
-        for call in (waiting, receiving):
+        for call in calls:
             with pytest.raises(RuntimeError, match="engine 0 is lost: its process VLLM::EngineCore"):
                 await asyncio.wait_for(call, 5)
         with pytest.raises(CheckFailed):
