@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -258,11 +257,16 @@ def _run(
         return DONE
     code = _launch(env, config, job, command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
-        with suppress(FileNotFoundError):  # no step has finished
+        try:
             if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
                 is_split, world = config.launch.topology == "split", job.world
                 _write_plan(config, world, 8 if is_split else env.local_world_size if env.has_launcher else world)
             _report([run_dir(config)])
+        except FileNotFoundError:  # no step has finished
+            pass
+        except OSError as error:
+            if code == DONE:  # otherwise the run has ended by it, and said so
+                raise OSError(error.errno, error.strerror, str(run_dir(config))) from None
     return code
 
 

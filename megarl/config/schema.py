@@ -281,6 +281,11 @@ class Checkpoint(Section):
     export_format: Literal["bf16", "same"] = "bf16"
 
 
+class FallbackLayout(Section):
+    processes: PositiveInt  # of the trainer
+    parallel: ParallelSizes = ParallelSizes()
+
+
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # of the trainer, in the split topology
@@ -289,6 +294,8 @@ class Launch(Section):
     timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
     # split: how often, in all, a lost engine is started again, or the trainer from its last checkpoint; then exit 3
     max_restarts: NonNegativeInt = 3
+    # split: what takes the place of `processes` and `parallel` when a node is gone: the first that has room
+    fallback_layouts: tuple[FallbackLayout, ...] = ()
     dashboard: bool = False  # split: Ray's, on this machine's loopback
 
 

@@ -10,7 +10,17 @@ from megarl.platform.env import Env
 
 SPLIT_ONLY = (
     "rollout.replicas", "rollout.max_staleness", "rollout.update_in_flight", "launch.dashboard", "launch.max_restarts",
+    "launch.fallback_layouts",
 )  # fmt: skip
+
+
+def fallbacks(config: Config) -> list[Config]:
+    """The configs of launch.fallback_layouts, in their order."""
+    configs = list[Config]()
+    for layout in config.launch.fallback_layouts:
+        launch = config.launch.model_copy(update={"processes": layout.processes, "fallback_layouts": ()})
+        configs.append(config.model_copy(update={"launch": launch, "parallel": layout.parallel}))
+    return configs
 
 
 def check_topology(config: Config, env: Env, shape: ModelShape, command: str) -> None:

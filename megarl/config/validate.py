@@ -23,7 +23,7 @@ from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config, Task
 from megarl.config.section import did_you_mean
-from megarl.config.topology import check_topology
+from megarl.config.topology import check_topology, fallbacks
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
@@ -84,6 +84,11 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     _check_lengths(config, shape)
     _check_train(config, gpus)
     unsafe = tuple(check_library_options(config))
+    for number, fallback in enumerate(fallbacks(config)):
+        try:
+            check_config(fallback, env, command=command)
+        except ValueError as error:
+            raise ValueError(f"launch.fallback_layouts[{number}]: {error}") from None
     rows = config.train.prompts_per_step * (config.rollout.samples_per_prompt if config.stage in ENGINE_STAGES else 1)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Job(

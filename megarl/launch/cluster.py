@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,17 @@ from megarl.weights.fleet import Fleet
 
 STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
 START_S = 240.0  # for Ray's own processes, on a busy machine
+ROOM_S = 60.0  # for a node to come back, or another to take its place
 TOKEN_BYTES = 32
 FOLDER = "megarl-ray-"
+
+
+class NoRoom(ValueError):
+    """The cluster is too small for the job."""
+
+
+class NodeGone(NoRoom):
+    """It was large enough; a node is gone, and nothing has taken its place."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,30 @@ class Cluster:
     is_local: bool  # one machine: everything listens on loopback
     has_gpus: bool
 
+    def resources(self) -> str:
+        import ray
+
+        has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+        return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
+
+    def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int]]]:
+        """Waits until the actors run; returns their places. Raises NodeGone if a node is, and no other comes."""
+        import ray
+
+        pending = places = [actor.place.remote() for actor in actors]
+        deadline = None
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=1.0)
+            if self.placement.wait(0.01):
+                deadline = None
+            elif (deadline := deadline or time.monotonic() + ROOM_S) < time.monotonic():
+                raise NodeGone(f"a node is gone; {self.resources()} left; start others, and the same command resumes")
+        return ray.get(places)
+
 
 @contextmanager
-def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster]:
-    """Raises ValueError if the cluster has no room for the job, or refuses its token."""
+def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> Iterator[Cluster]:
+    """Raises NoRoom if the cluster has no room for the job within `room_s`, ValueError if it refuses its token."""
     address = get_env("RAY_ADDRESS")
     with ExitStack() as stack:
         store = ""
@@ -59,13 +88,13 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int) -> Iterator[Cluster
         engine = bundle | ({"GPU": fleet.ranks_per_replica} if has_gpus else {})
         placement = ray.util.placement_group([bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK")
         stack.callback(ray.util.remove_placement_group, placement)
-        if not placement.wait(config.launch.timeout_s):
-            has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
-            raise ValueError(
-                f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs, but no room for {fleet.trainers} "
-                f"trainer ranks and {fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
+        cluster = Cluster(placement, store or _listen(stack), not address, has_gpus)
+        if not placement.wait(room_s):
+            raise NoRoom(
+                f"{cluster.resources()}, but no room for {fleet.trainers} trainer ranks and {fleet.replicas} engines "
+                f"of {fleet.ranks_per_replica}; start more nodes"
             )
-        yield Cluster(placement, store or _listen(stack), not address, has_gpus)
+        yield cluster
 
 
 @contextmanager

@@ -95,12 +95,12 @@ class Engines:
         return Replica(number, actor, actor.start.remote(text, str(self.folder), list(self.stop_token_ids)))
 
     def wait_started(self) -> None:
-        """Raises EngineLost if one cannot start."""
+        """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
             if replica.starting is not None:
+                ((replica.node, _),) = self.place.cluster.placed([replica.actor])
                 pids, segments, replica.max_model_len = replica.value(replica.starting)
                 replica.family, replica.starting = (pids, segments), None
-                replica.node = ray.get(replica.actor.place.remote())[0]
 
     # sampling
 

@@ -26,7 +26,8 @@ from megarl.platform.env import redact
 
 DONE, DEFECT, USER, REFUSED, STOPPED, TERMINATED = 0, 1, 2, 3, 130, 143
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED}  # of megarl.types, which imports torch
+# of megarl.types, which imports torch, and launch.cluster
+NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED, "NodeGone": REFUSED}
 SAVED = "stopped by SIGTERM; the last complete step is saved, and the same command resumes after it"
 SAME_MOMENT_S = 2.0
 MESSAGE_CHARS, TRACEBACK_CHARS = 4_000, 8_000

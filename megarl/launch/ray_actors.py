@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def value_of(ref: Any, what: str) -> Any:
 class Place:
     """Where a kind of actor runs."""
 
-    placement: Any  # group
+    cluster: Cluster
     first_bundle: int
     gpus: int  # of each actor
     logs: Path
@@ -130,10 +131,10 @@ class Place:
     def of(cls, cluster: Cluster, first_bundle: int, gpus: int, logs: Path) -> Place:
         values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
         environment = values | (LOOPBACK if cluster.is_local else {})
-        return cls(cluster.placement, first_bundle, gpus * cluster.has_gpus, logs, environment)
+        return cls(cluster, first_bundle, gpus * cluster.has_gpus, logs, environment)
 
     def start(self, kind: Any, number: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.placement, self.first_bundle + number)
+        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement, self.first_bundle + number)
         options = {"num_cpus": 1, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
         log = self.logs / f"{name}_{number}.log"
@@ -149,9 +150,9 @@ class TrainerRanks:
 
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str, name: str) -> TrainerRanks:
-        """They meet at the keys `name` of `store`. Ranks are numbered node by node."""
+        """They meet at the keys `name` of `store`. Ranks are numbered node by node. Raises NodeGone if one is."""
         actors = [place.start(RankActor, number) for number in range(world)]
-        places = ray.get([actor.place.remote() for actor in actors])
+        places = place.cluster.placed(actors)
         nodes = list(dict.fromkeys(node for node, _ in places))
         order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
         ranks, per_node = cls([actors[number] for number in order]), max(1, world // len(nodes))
@@ -210,4 +211,5 @@ def _end_family(pids: Sequence[int], segments: Sequence[str]) -> None:
 def end_family(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
     """Ends the processes of an engine on its node: they outlive an actor that is killed."""
     strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    ray.get(_end_family.options(scheduling_strategy=strategy).remote(pids, segments), timeout=30)
+    with suppress(RayError):  # the node is gone
+        ray.get(_end_family.options(scheduling_strategy=strategy).remote(pids, segments), timeout=30)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 from megarl.config.load import run_dir
 from megarl.config.model_checks import check_cpu_engine
 from megarl.config.schema import Config
+from megarl.config.topology import fallbacks
 from megarl.config.validate import model_shape
 from megarl.launch import exit_codes
-from megarl.launch.cluster import open_cluster
+from megarl.launch.cluster import ROOM_S, NoRoom, open_cluster
 from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.launch.run_config import prepare_run_dir
 from megarl.launch.spawn import lock_run_dir, message_of
@@ -22,18 +24,12 @@ from megarl.platform.env import count_gpus
 def run_split(config: Config) -> int:
     """Runs the stage rl; returns the exit code."""
     folder, phase, failure = run_dir(config), CurrentPhase(), None
-    fleet = fleet_of(config)
+    layouts = [config, *fallbacks(config)]
     with lock_run_dir(folder):
         prepare_run_dir(config, "train")
         started = time.time()
         try:
-            with open_cluster(config, fleet, gpus=count_gpus()) as cluster:
-                signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
-                if not cluster.has_gpus:
-                    check_cpu_engine(config, model_shape(config))
-                from megarl.launch.controller import train_split  # its imports take seconds: Ray has started by then
-
-                train_split(config, cluster, fleet, phase)
+            config = _first_with_room(layouts, phase)
         except KeyboardInterrupt:
             failure = Failure(-1, exit_codes.STOPPED, "stopped")
         except SystemExit:  # Ray's handler of SIGTERM, until ours is set
@@ -42,8 +38,36 @@ def run_split(config: Config) -> int:
             failure = getattr(error, "failure", None) or exit_codes.failure_of(
                 error, -1, phase=phase.name, run_dir=folder
             )
-        code = failure.code if failure else exit_codes.DONE
+        code, world = failure.code if failure else exit_codes.DONE, fleet_of(config).world
         if failure:
             print(message_of(failure, folder, []), file=sys.stderr, flush=True)
-        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=fleet.world)
+        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
         return code
+
+
+def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
+    """Runs, and goes on in the next layout when a node is gone; returns that of the end. Raises NoRoom if all are too
+    large for what is left."""
+    first = None
+    for number, config in enumerate(layouts):
+        room_s = ROOM_S if first else config.launch.timeout_s
+        try:
+            _run(config, phase, room_s)
+            return config
+        except NoRoom as error:
+            first = first or error
+            if number < len(layouts) - 1:
+                print(f"megarl: {error}; goes on in launch.fallback_layouts[{number}]", file=sys.stderr, flush=True)
+    assert first is not None
+    raise first
+
+
+def _run(config: Config, phase: CurrentPhase, room_s: float) -> None:
+    fleet = fleet_of(config)
+    with open_cluster(config, fleet, gpus=count_gpus(), room_s=room_s) as cluster:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
+        if not cluster.has_gpus:
+            check_cpu_engine(config, model_shape(config))
+        from megarl.launch.controller import train_split  # its imports take seconds: Ray has started by then
+
+        train_split(config, cluster, fleet, phase)

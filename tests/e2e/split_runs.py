@@ -95,6 +95,38 @@ class Belongings:
 
 
 @dataclass
+class Node:
+    """A Ray node: several of them on this machine are a cluster."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, folder: Path, name: str, cpus: int, *where: str) -> Self:
+        """`where`: --head ..., or --address HOST:PORT of the head; the token is FOLDER/token."""
+        own = ["--num-cpus", str(cpus), "--node-ip-address", "127.0.0.1", "--object-store-memory", str(100 << 20)]
+        (folder / "token").write_text("ab" * 32)
+        environment = child_env(**cls.access(folder), RAY_agent_register_timeout_ms=240_000, TMPDIR=str(folder))
+        command = [Path(sys.executable).with_name("ray"), "start", "--block", *own, *where]
+        with (log := folder / f"{name}.log").open("w") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+        deadline = time.monotonic() + 240
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        return cls(process)
+
+    @staticmethod
+    def access(folder: Path) -> dict[str, Any]:
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": folder / "token", "RAY_USAGE_STATS_ENABLED": 0}
+
+    def kill(self) -> None:
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
 class Run:
     """`megarl train CONFIG key=value ...`; `is_watched`: with its phase and batches."""
 

@@ -46,6 +46,7 @@ IN_LAYOUTS = {
                        "iterative.reward_model.updates=2"],
     "iterative_dpo": ["iterative_dpo", *FEW, "dpo.reference=initial"],
     "best_of_n": ["best_of_n", *FEW],
+    "sft": ["sft", *FEW, "train.prompts_per_step=8", "eval={every: 1, size: 8}"],
     "distill": ["tiny_dense", *FEW, "algorithm.preset=distill", "rewards=[]", "teacher.model=TEACHER"],
     "process": ["tiny_dense", *FEW, "algorithm.advantage=grpo_process",
                 "rewards=[{name: model, options: {path: FOLDER/judge/hf}}]"],

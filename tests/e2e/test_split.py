@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_runs import Belongings, Run, compare, open_to_others
+from split_runs import Belongings, Node, Run, compare, open_to_others
 from test_rewards import start_server
 
 from megarl.platform.env import child_env
@@ -152,6 +153,37 @@ def test_twenty_kills(case: str, tmp_path: Path, own: Belongings) -> None:
         print(f"  largest relative difference {compare(rows, whole, 1e-5 * ('rollout.tensor=2' in layout)):.1e}")
     server.kill()
     server.wait()
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
+    tmp_path: Path, own: Belongings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks on two nodes; then two."""
+    common = ("train.steps=8", "parallel.tensor=2", "checkpoint.every=1", "launch.processes=4", *SMALL)
+    whole = Run.start(tmp_path, "whole", "tiny_dense", *common).finish()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = [Node.start(own.folder, "head", 3, "--head", "--port", str(port), "--include-dashboard=false")]
+    try:
+        nodes.append(Node.start(own.folder, "node", 2, "--address", f"127.0.0.1:{port}"))
+        for key, value in {**Node.access(own.folder), "RAY_ADDRESS": f"127.0.0.1:{port}"}.items():
+            monkeypatch.setenv(key, str(value))
+        fallbacks = (
+            "launch.fallback_layouts=[{processes: 4, parallel: {pipeline: 2}}, {processes: 2, parallel: {tensor: 2}}]"
+        )
+        run = Run.start(tmp_path, "killed", "tiny_dense", *SPLIT, *common, fallbacks, tmp=own.folder)
+        run.until(2)
+        nodes.pop().kill()
+        rows = run.finish()
+    finally:
+        for node in nodes:
+            node.kill()
+    print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
+    assert "a node is gone" in run.errors() and rows[0]["world_size"] == 5 and rows[-1]["world_size"] == 3
+    print(f"largest relative difference {compare(rows, whole, 1e-5):.1e}")
 
 
 STALE = {

@@ -93,6 +93,17 @@ def test_torchrun_sets_the_world() -> None:
         ({"rollout": {"replicas": 2}}, {}, ["rollout.replicas=2", "launch.topology=split", "remove it"]),
         ({"launch": {"dashboard": True}}, {}, ["launch.dashboard=True", "launch.topology=split"]),
         ({"launch": {"max_restarts": 9}}, {}, ["launch.max_restarts=9", "launch.topology=split"]),
+        ({"launch": {"fallback_layouts": [{"processes": 1}]}}, {}, ["launch.fallback_layouts=", "topology=split"]),
+        (
+            {
+                "launch": {
+                    **SPLIT["launch"],
+                    "fallback_layouts": [{"processes": 2}, {"processes": 3, "parallel": {"tensor": 2}}],
+                }
+            },
+            {},
+            ["launch.fallback_layouts[1]: launch.processes=3 is not divisible", "multiple of 2"],
+        ),
         ({"rollout": {"update_in_flight": False}}, {}, ["rollout.update_in_flight=False", "launch.topology=split"]),
         ({**SPLIT, "stage": "best_of_n"}, {}, ["launch.topology=split", "not for stage=best_of_n", "colocated"]),
         ({**SPLIT, "train": {"offload": ["optimizer"]}}, {}, ["train.offload=['optimizer']", "shares none; unset it"]),

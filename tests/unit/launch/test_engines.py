@@ -109,7 +109,8 @@ class Job:
         monkeypatch.setattr(controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4])))
         values = {"launch": {"topology": "split", "max_restarts": restarts}, "rollout": {"replicas": replicas}}
         config = parse_config(values)
-        place: Any = SimpleNamespace(start=self.start)
+        cluster = SimpleNamespace(placed=lambda actors: [("node", [])] * len(actors))
+        place: Any = SimpleNamespace(start=self.start, cluster=cluster)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
         self.rank = Actor(self.events, "rank")

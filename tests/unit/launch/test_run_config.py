@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from pathlib import Path
 
@@ -144,3 +145,17 @@ def test_the_command_line_refuses_and_confirms(tmp_path: Path, monkeypatch: pyte
     assert "train.lr 0.0005 -> 0.001" in capsys.readouterr().err
     assert main([*common, "train.lr=1e-3", "--resume-changed"]) == 1
     assert launched == [5e-4, 1e-3]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_full_disk_is_said_once(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """By the run that ended by it, not again for its report."""
+
+    def full(_folders: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "_launch", lambda *_: code)
+    monkeypatch.setattr(cli, "_report", full)
+    common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
+    assert main(common) == 3
+    assert capsys.readouterr().err.count(f"the disk of {tmp_path / 'run'}") == (code == 0)
