@@ -121,6 +121,7 @@ def kill(folder: Path, kills: int, *values: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive  # in the split topology it is tried each time (test_split.py)
 def test_every_prompt_is_accounted_for_after_kills(tmp_path: Path) -> None:
     """Groups without spread are filtered, others carried over; the metrics are those of a run that was left alone."""
     overrides = ["train.steps=10", "train.prompts_per_step=4", "rollout.samples_per_prompt=2", "checkpoint.every=2"]
