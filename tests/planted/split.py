@@ -7,6 +7,7 @@ WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_a
 
 FOLDER = "unit/launch/test_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
 ENGINE = "unit/rollout/test_async_engine.py"
+CLUSTER = "unit/launch/test_cluster.py"
 ENGINES = "unit/launch/test_engines.py"
 
 SPLIT = [
@@ -70,6 +71,36 @@ SPLIT = [
         "deadline = 0.0 if gone else deadline or",
         "deadline = deadline or",
         f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
+    ),
+    (
+        "launch/cluster.py",
+        "deadline or time.monotonic() + ROOM_S",
+        "deadline or time.monotonic()",
+        f"{CLUSTER}::test_a_node_is_waited_for_and_then_given_up",
+    ),
+    (
+        "launch/run_split.py",
+        "first = first or error",
+        "first = error",
+        f"{CLUSTER}::test_the_first_layout_with_room_goes_on",
+    ),
+    (
+        "config/topology.py",
+        '{"launch": launch, "parallel": layout.parallel}',
+        '{"launch": launch}',
+        f"{CLUSTER}::test_a_fallback_replaces_the_whole_layout",
+    ),
+    (
+        "config/validate.py",
+        "enumerate(fallbacks(config))",
+        "enumerate(fallbacks(config)[:1])",
+        "unit/config/test_validate.py::test_refusals",
+    ),
+    (
+        "cli.py",
+        "            if code == DONE:  # otherwise",
+        "            if True:  # otherwise",
+        "unit/launch/test_run_config.py::test_a_full_disk_is_said_once",
     ),
     (  # gloo ends a group's connections with its last reference
         "weights/transports/collective.py",
