@@ -57,6 +57,7 @@ def a_failure_ends_what_the_others_wait_for(store: str, rank: int, world: int) -
     else:
         assert f"rank {rank - 1} did not send" in refused(transport.start({}, {rank - 1: buffer}))
     assert time.monotonic() - began < 30, "half of the time-out"
+    transport.barrier("the failure of all")  # and not because another has left
     transport.leave()
     assert dist.is_initialized(), "the default group stays"
 

@@ -691,6 +691,7 @@ def test_the_split_topology_counts_trainers_and_engines_apart() -> None:
     config = made({**SPLIT, "rollout": {"tensor": 2, "replicas": 3}, "parallel": {"tensor": 2}})
     job = check_config(config, ALONE)
     assert (job.world, job.replicas) == (2, 3), "not the least multiple of both sides"
+    assert check_config(made({**SPLIT, "rollout": {"tensor": 2}}), ALONE).world == 1, "the engine's ranks are others"
     with pytest.raises(ValueError, match="not by torchrun; run `megarl train`"):
         check_config(config, Env(0, 2, has_launcher=True))
     for command in ("eval", "parity", "sync"):

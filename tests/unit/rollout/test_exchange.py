@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,5 +164,9 @@ def test_a_batch_is_flat_bytes_and_comes_back_as_it_was() -> None:
         assert type(back) is type(value)
         for field in fields(value):
             a, b = getattr(value, field.name), getattr(back, field.name)
-            assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b, field.name
+            if isinstance(a, torch.Tensor):
+                assert torch.equal(a, b) and a.dtype == b.dtype, field.name
+                assert not np.shares_memory(b.numpy(), data), "it may be written, and is aligned"
+            else:
+                assert a == b, field.name
     assert pack_batch("step") == unpack_batch("step") == "step"
