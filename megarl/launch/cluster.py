@@ -55,7 +55,7 @@ class Cluster:
         has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
 
-    def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int]]]:
+    def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
         """Waits until the actors run; returns their places. Raises NodeGone if a node is, and no other comes."""
         import ray
 

@@ -34,6 +34,7 @@ from megarl.launch.parity import MOE_PROBE_PROMPTS, PROBE_PROMPTS, PROBE_TOKENS,
 from megarl.launch.phases import TimedPhases
 from megarl.launch.ray_actors import POLL_S, Place, RankLost, TrainerRanks
 from megarl.launch.run_rl import evaluation_of, make_rollouts
+from megarl.launch.watch import Watch
 from megarl.platform.device import Device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
@@ -212,6 +213,7 @@ class Controller:
     cluster: Cluster
     fleet: Fleet
     engines: Engines
+    watch: Watch
     job: str
     numbers: Iterator[int] = field(default_factory=count)  # of the groups of ranks, and of the sync groups
 
@@ -219,14 +221,15 @@ class Controller:
     def start(cls, config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> Controller:
         """Starts the engines, and does not wait for them."""
         rank = Rank.of(config, Env(), Device(torch.device("cpu"), "gloo"), phase, fleet.trainer_layout(0))
-        place = Place.of(cluster, fleet.trainers, fleet.ranks_per_replica, run_dir(config) / "logs")
+        watch = Watch(config.launch.timeout_s)
+        place = Place.of(cluster, watch, fleet.trainers, fleet.ranks_per_replica, run_dir(config) / "logs")
         engines = Engines(config, rank.model_folder, stop_token_ids(rank.tokenizer, config.rollout.stop), place)
         engines.is_stopping = lambda: phase.is_stopping
         engines.start()
-        return cls(rank, cluster, fleet, engines, ray.get_runtime_context().get_job_id())
+        return cls(rank, cluster, fleet, engines, watch, ray.get_runtime_context().get_job_id())
 
     def start_ranks(self) -> TrainerRanks:
-        place = Place.of(self.cluster, 0, 1, run_dir(self.rank.config) / "logs")
+        place = Place.of(self.cluster, self.watch, 0, 1, run_dir(self.rank.config) / "logs")
         name = f"{self.job}/{next(self.numbers)}/trainer"
         return TrainerRanks.start(self.rank.config, place, self.fleet.trainers, self.cluster.store, name)
 
@@ -284,6 +287,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
     with ExitStack() as stack:
         controller = Controller.start(config, cluster, fleet, phase)
         stack.callback(controller.engines.end)
+        stack.callback(controller.watch.end)
         while True:
             ranks = controller.start_ranks()
             try:

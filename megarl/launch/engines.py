@@ -98,7 +98,8 @@ class Engines:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
             if replica.starting is not None:
-                ((replica.node, _),) = self.place.cluster.placed([replica.actor])
+                ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
+                self.place.watch.add(f"engine {replica.number}", replica.node, pid)
                 pids, segments, replica.max_model_len = replica.value(replica.starting)
                 replica.family, replica.starting = (pids, segments), None
 

@@ -26,6 +26,7 @@ from megarl.config.schema import Config
 from megarl.launch import exit_codes
 from megarl.launch.cluster import Cluster
 from megarl.launch.exit_codes import Failure
+from megarl.launch.watch import Watch
 from megarl.launch.worker import redirect_output
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
 
@@ -49,9 +50,9 @@ class _Actor:
         redirect_output(Path(log))
         self._number, self._log, self._made = number, Path(log), None
 
-    def place(self) -> tuple[str, list[int]]:
-        """Returns the node, and this actor's GPUs there."""
-        return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()]
+    def place(self) -> tuple[str, list[int], int]:
+        """Returns the node, this actor's GPUs there, and its process id."""
+        return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()], os.getpid()
 
     def _failed(self, error: BaseException) -> dict[str, str]:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
@@ -122,16 +123,17 @@ class Place:
     """Where a kind of actor runs."""
 
     cluster: Cluster
+    watch: Watch
     first_bundle: int
     gpus: int  # of each actor
     logs: Path
     environment: Mapping[str, Any]  # set before anything heavy is imported
 
     @classmethod
-    def of(cls, cluster: Cluster, first_bundle: int, gpus: int, logs: Path) -> Place:
+    def of(cls, cluster: Cluster, watch: Watch, first_bundle: int, gpus: int, logs: Path) -> Place:
         values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
         environment = values | (LOOPBACK if cluster.is_local else {})
-        return cls(cluster, first_bundle, gpus * cluster.has_gpus, logs, environment)
+        return cls(cluster, watch, first_bundle, gpus * cluster.has_gpus, logs, environment)
 
     def start(self, kind: Any, number: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self.cluster.placement, self.first_bundle + number)
@@ -153,9 +155,11 @@ class TrainerRanks:
         """They meet at the keys `name` of `store`. Ranks are numbered node by node. Raises NodeGone if one is."""
         actors = [place.start(RankActor, number) for number in range(world)]
         places = place.cluster.placed(actors)
-        nodes = list(dict.fromkeys(node for node, _ in places))
+        nodes = list(dict.fromkeys(node for node, *_ in places))
         order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
         ranks, per_node = cls([actors[number] for number in order]), max(1, world // len(nodes))
+        for rank, number in enumerate(order):
+            place.watch.add(f"rank {rank}", places[number][0], places[number][2])
         # on a GPU, each sees its own alone, as number 0
         envs = [Env(rank, world, 0, per_node, has_launcher=True, job_id=name) for rank in range(world)]
         text = config.model_dump_json()

@@ -41,6 +41,8 @@ from megarl.types import CheckFailed, Request, Sample
 from megarl.weights.publish import WeightFormat
 from megarl.weights.transports.collective import Collective, Group, open_store
 
+PULSE_S = 10.0
+SILENT = 0.9  # of the time-out, as of a rank (launch.heartbeat)
 EXTENSION = "megarl.rollout.async_engine.WorkerExtension"
 
 
@@ -133,6 +135,7 @@ class AsyncEngine:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: str = ""
     _serial: int = 0
+    _pulse: Any = None  # the task
 
     @classmethod
     async def start(cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int) -> AsyncEngine:
@@ -157,6 +160,7 @@ class AsyncEngine:
         llm = AsyncLLM.from_engine_args(arguments)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
         engine.children.watch(asyncio.get_running_loop(), engine._lose)
+        engine._pulse = asyncio.ensure_future(engine._feel_pulse())
         return engine
 
     @property
@@ -267,6 +271,18 @@ class AsyncEngine:
         with suppress(Exception):  # the core may be gone
             self.llm.shutdown()
         self.children.end()
+
+    async def _feel_pulse(self) -> None:
+        """A core that hangs is lost, too: between two steps it answers. A sync takes at most the time-out."""
+        limit_s = SILENT * self.config.launch.timeout_s
+        while not self._error:
+            await asyncio.sleep(PULSE_S)
+            try:
+                await asyncio.wait_for(self.llm.is_sleeping(), limit_s)
+            except TimeoutError:
+                self._lose(f"its core has not answered for {limit_s:g} s")
+            except Exception:  # noqa: BLE001 (it is dead: its process is watched)
+                return
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -22,9 +22,15 @@ from megarl.rollout.engine import Engine
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = "train.steps=3 train.lr=2e-2 algorithm.kl.coef=0.01 lora.rank=5 lora.alpha=10"
 ATTENTION = "lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+AGAIN = "task.options={vocab:67,least:65,most:100,size:4} rollout.max_prompt_tokens=100 train.prompts_per_step=4"
 CASES = [  # config, case, overrides; those of one engine follow each other
     ("tiny_dense", "merged", "parallel.tensor=2"),
     ("tiny_dense", "adapter", "lora.sync=adapter parallel.tensor=2"),
+    (
+        "tiny_dense",
+        "continued",
+        f"lora.sync=adapter lora.path=FOLDER/tiny_dense-adapter/adapter {AGAIN}",
+    ),
     ("tiny_moe", "adapter", f"lora.sync=adapter {ATTENTION} parallel.expert=2 rollout.router_replay=engine"),
 ]
 MORE = [
@@ -46,7 +52,9 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
 
     for name, case, overrides in cases:
         common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=2", *COMMON.split()]
-        config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
+        config = materialize_model(
+            load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.replace("FOLDER", str(folder)).split()])
+        )
         assert config.lora is not None
 
         def start(rank: Rank) -> Engine:

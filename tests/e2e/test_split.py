@@ -156,6 +156,28 @@ def test_twenty_kills(case: str, tmp_path: Path, own: Belongings) -> None:
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
+def test_what_is_stopped_is_named_killed_and_replaced(tmp_path: Path, own: Belongings) -> None:
+    common = ("train.steps=8", "checkpoint.every=1", "launch.processes=2", *SMALL)
+    whole = Run.start(tmp_path, "whole", "tiny_dense", *common).finish()
+    values = (*SPLIT, *common, "launch.timeout_s=40")
+    run = Run.start(tmp_path, "stopped", "tiny_dense", *values, tmp=own.folder, is_watched=True)
+    for number, (victim, phase) in enumerate((("EngineCore", "rollout"), ("RankActor", "train"))):
+        run.until(2 * number)
+        pid = run._victim(victim, phase, 0.0)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        run.wait_for(lambda pid=pid: f"(process {pid}) is stopped" in run.errors(), timeout_s=60)
+        named_s = time.monotonic() - began
+        run.wait_for(lambda number=number: run.errors().count("; restart ") > number, timeout_s=120)
+        print(f"{victim} stopped in {phase}: named after {named_s:.1f} s, lost after {time.monotonic() - began:.1f} s")
+        assert named_s < 10 and time.monotonic() - began < 40
+    compare(run.finish(), whole)
+    print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
     tmp_path: Path, own: Belongings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

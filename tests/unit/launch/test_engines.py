@@ -59,7 +59,7 @@ class Actor:
     def __init__(self, events: list[Any], name: str) -> None:
         self.events, self.name, self.lost, self.is_gone, self.samples = events, name, "", False, list[Sample]()
         self.start = SimpleNamespace(remote=lambda *_values: Ref(lambda: self.value(([1], [], 16))))
-        self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [])))
+        self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [], 7)))
         self.call = SimpleNamespace(remote=self.begin)
 
     def value(self, value: Any) -> Any:
@@ -109,8 +109,9 @@ class Job:
         monkeypatch.setattr(controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4])))
         values = {"launch": {"topology": "split", "max_restarts": restarts}, "rollout": {"replicas": replicas}}
         config = parse_config(values)
-        cluster = SimpleNamespace(placed=lambda actors: [("node", [])] * len(actors))
-        place: Any = SimpleNamespace(start=self.start, cluster=cluster)
+        cluster = SimpleNamespace(placed=lambda actors: [("node", [], 7)] * len(actors))
+        watch = SimpleNamespace(add=lambda *values: self.events.append(("watch", *values)))
+        place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
         self.rank = Actor(self.events, "rank")
@@ -133,6 +134,7 @@ def test_all_join_receive_and_commit_before_a_prompt_is_accepted(monkeypatch: py
     assert job.weights.publish(version=3).version == 3
     for method in ("join", "transfer", "end"):
         assert sorted(job.names(method)) == ["engine 0", "engine 1", "rank"], method
+    assert {event[1:] for event in job.events if event[0] == "watch"} == {(f"engine {n}", "node", 7) for n in (0, 1)}
     job.weights.publish(version=3)
     assert len(job.names("join")) == 3, "they join once"
     job.engines.submit(requests(4))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.config.load import parse_config
 from megarl.config.schema import Config
 from megarl.platform.children import Children
+from megarl.rollout import async_engine
 from megarl.rollout.async_engine import AsyncEngine
 from megarl.rollout.exchange import unpack
 from megarl.types import CheckFailed, Prompt, Request, Sample
@@ -149,6 +152,27 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
             samples = await poll(engine)
         assert [sample.prompt_id for sample in samples] == [0], "the new one alone"
         assert not engine._requests and not engine._finished
+
+    asyncio.run(run())
+
+
+def test_a_core_that_does_not_answer_is_lost(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "PULSE_S", 0.01)
+    engine.config = parse_config({"launch": {"timeout_s": 1}})
+    answers = iter([True] * 3)
+
+    async def is_sleeping() -> bool:
+        if not next(answers, False):
+            await asyncio.get_running_loop().create_future()
+        return False
+
+    async def run() -> None:
+        engine.llm.is_sleeping = is_sleeping
+        waiting, began = asyncio.ensure_future(engine.call("poll")), time.monotonic()
+        await asyncio.wait_for(engine._feel_pulse(), 5)
+        assert time.monotonic() - began > 0.9, "it has the time of a sync"
+        with pytest.raises(RuntimeError, match=r"engine 0 is lost: its core has not answered for 0\.9 s"):
+            await waiting
 
     asyncio.run(run())
 

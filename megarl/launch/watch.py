@@ -1,0 +1,97 @@
+"""Stopped processes of the split topology: named after 5 s, killed after half the time-out, and then replaced like any
+that is lost.
+
+    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
+
+To Ray a stopped process looks like a slow one; the kernel knows the difference (launch.heartbeat.is_stopped).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.launch.heartbeat import STOPPED_S, is_stopped
+from megarl.platform.children import descendants
+
+LOOK_S = 2.0
+
+
+@dataclass
+class StoppedProcesses:
+    """Those of one node."""
+
+    limit_s: float  # after which one is killed
+    _since: dict[int, float] = field(default_factory=dict)
+    _said: set[int] = field(default_factory=set)
+
+    def look(self, names: Mapping[str, int], now: float) -> list[str]:
+        """Looks at these processes and those that they have started; returns what is to be said."""
+        lines = list[str]()
+        for name, root in names.items():
+            for pid in (root, *descendants(root)):
+                if not is_stopped(pid):
+                    self._since.pop(pid, None)
+                    self._said.discard(pid)
+                    continue
+                seconds, text = now - self._since.setdefault(pid, now), f"{name} (process {pid})"
+                if seconds >= self.limit_s:
+                    lines.append(f"{text} was stopped for {seconds:.0f} s, and is killed")
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                elif seconds >= STOPPED_S and pid not in self._said:
+                    self._said.add(pid)
+                    lines.append(
+                        f"{text} is stopped, by a signal or a debugger, for {seconds:.0f} s: `kill -CONT {pid}` "
+                        f"continues it; it is killed after {self.limit_s:g} s"
+                    )
+        return lines
+
+
+@ray.remote(num_cpus=0)
+class NodeWatch:
+    def __init__(self, limit_s: float) -> None:
+        self._stopped = StoppedProcesses(limit_s)
+
+    def look(self, names: Mapping[str, int]) -> list[str]:
+        return self._stopped.look(names, time.monotonic())
+
+
+class Watch:
+    """Looks at every process that was added, until `end`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit_s, self._ended = timeout_s / 2, threading.Event()
+        self._places, self._nodes = dict[str, tuple[str, int]](), dict[str, Any]()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, node: str, pid: int) -> None:
+        """In place of an earlier process of that name."""
+        if node not in self._nodes:
+            strategy, actor = NodeAffinitySchedulingStrategy(node_id=node, soft=False), NodeWatch
+            self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
+        self._places[name] = node, pid
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            for node, actor in list(self._nodes.items()):
+                names = {name: pid for name, (where, pid) in list(self._places.items()) if where == node}
+                with suppress(RayError):  # the node is gone
+                    for line in ray.get(actor.look.remote(names), timeout=5 * LOOK_S):
+                        print(f"megarl: {line}", file=sys.stderr, flush=True)
