@@ -56,18 +56,23 @@ class Cluster:
         return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
 
     def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
-        """Waits until the actors run; returns their places. Raises NodeGone if a node is, and no other comes."""
+        """Waits until the actors run; returns their places. Raises NodeGone if a node is, and no other comes; RayError
+        if an actor has ended."""
         import ray
 
         pending = places = [actor.place.remote() for actor in actors]
-        deadline = None
         while pending:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=1.0)
-            if self.placement.wait(0.01):
-                deadline = None
-            elif (deadline := deadline or time.monotonic() + ROOM_S) < time.monotonic():
-                raise NodeGone(f"a node is gone; {self.resources()} left; start others, and the same command resumes")
+            self.expect_nodes()
         return ray.get(places)
+
+    def expect_nodes(self) -> None:
+        """Raises NodeGone if one is, and no other comes."""
+        deadline = None
+        while not self.placement.wait(1):  # whole seconds: Ray takes no others
+            deadline = deadline or time.monotonic() + ROOM_S
+            if time.monotonic() > deadline:
+                raise NodeGone(f"a node is gone; {self.resources()} left; start others, and the same command resumes")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ update    waits for the slowest rank; the gate refuses on all ranks, or on none
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,7 @@ from megarl.launch.engines import EngineLost, Engines, Replica
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import MOE_PROBE_PROMPTS, PROBE_PROMPTS, PROBE_TOKENS, Measured, ParityChecks
 from megarl.launch.phases import TimedPhases
-from megarl.launch.ray_actors import POLL_S, Place, RankLost, TrainerRanks
+from megarl.launch.ray_actors import GRACE_S, POLL_S, Place, RankLost, TrainerRanks
 from megarl.launch.run_rl import evaluation_of, make_rollouts
 from megarl.launch.watch import Watch
 from megarl.platform.device import Device
@@ -109,15 +110,23 @@ class RemoteWeights:
     barriers: int = 0  # that were met in it
     numbers: Iterator[int] = field(default_factory=count)
 
+    def announce(self, version: int) -> None:
+        """The trainer's weights are of this version from now on: so is what a lost engine is given."""
+        self.version = version
+
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed if the ranks refuse, or if engines are lost more often than they may be restarted."""
-        self.version = version
-        while True:
-            try:
-                report = self._publish(version)
-                break
-            except EngineLost as lost:
-                self.engines.lose(lost)
+        self.announce(version)
+        self.engines.is_syncing = True
+        try:
+            while True:
+                try:
+                    report = self._publish(version)
+                    break
+                except EngineLost as lost:
+                    self.engines.lose(lost)
+        finally:
+            self.engines.is_syncing = False
         self.engines.adopt()
         return report
 
@@ -176,17 +185,20 @@ class RemoteWeights:
                 lost = lost or error
                 self._end_barrier(f"engine {replica.number}")
 
-        while waiting and not ray.wait(trained, timeout=0)[0]:
-            for ref in ray.wait([*waiting, *trained], timeout=POLL_S)[0]:
-                if ref in waiting:
-                    take(ref)
+        def look(timeout_s: float = 0.0) -> None:
+            for ref in ray.wait(list(waiting), num_returns=1, timeout=timeout_s)[0] if waiting else ():
+                take(ref)
+
         try:
-            value = self.ranks.wait(trained)
+            value = self.ranks.wait(trained, look)
         except CheckFailed as error:
             refusal = error
         except RankLost as error:
+            self._end_barrier("a rank of the trainer")
+            deadline = time.monotonic() + GRACE_S * (not error.is_gone)  # for what it may be a consequence of
+            while waiting and not lost and time.monotonic() < deadline:
+                look(POLL_S)
             if lost is None or error.is_gone:
-                self._end_barrier("a rank of the trainer")
                 raise
         for ref in list(waiting):
             take(ref)
@@ -249,7 +261,8 @@ class Controller:
         start, state, cursor = ranks.call("restore")
         if start:
             ledger.restore(cursor)
-        self.engines.wait_started()
+        self.engines.revive()
+        ranks.meanwhile = self.engines.glance
         facts = {"world_size": self.fleet.world, "layout": str(rank.layout)}
         with closing(Telemetry(config, start=start, interactive=is_interactive(), facts=facts)) as telemetry:
             staleness, steps = config.rollout.max_staleness, config.train.steps
@@ -257,6 +270,7 @@ class Controller:
             phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, (), None, phase)
             scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
             overlap, weights = Overlap(self.engines, scorer, phases.part, self.engines.is_stopping), self.weights(ranks)
+            between = BetweenRequests(weights, overlap.drain, weights.announce)
             ahead = {"begin": overlap.begin, "max_staleness": staleness, "last_step": steps}
             checkpoint, is_masked = RemoteCheckpoint(ranks, ledger), config.algorithm.truncated == "mask"
             run = RlRun(
@@ -265,7 +279,7 @@ class Controller:
                 collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
                 learner=RemoteLearner(ranks),
                 objective=objective,
-                weights=weights if config.rollout.update_in_flight else BetweenRequests(weights, overlap.drain),
+                weights=weights if config.rollout.update_in_flight else between,
                 evaluation=evaluation_of(rank, overlap, start, evaluated=telemetry.evaluated),
                 checks=RankChecks(),
                 phases=phases,
@@ -289,8 +303,9 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
         stack.callback(controller.engines.end)
         stack.callback(controller.watch.end)
         while True:
-            ranks = controller.start_ranks()
+            ranks = None
             try:
+                ranks = controller.start_ranks()
                 controller.run(ranks)
                 return
             except RankLost as lost:
@@ -298,7 +313,8 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
                     raise
                 controller.engines.count_restart(lost.failure)
             finally:
-                ranks.end()
+                if ranks:
+                    ranks.end()
             controller.engines.leave_ranks()
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from torch import Tensor
 
 from megarl.config.schema import Config
+from megarl.launch import ray_actors
 from megarl.launch.exit_codes import REFUSED, USER, Failure
 from megarl.launch.ray_actors import POLL_S, EngineActor, Place, RankLost, end_family, value_of
 from megarl.rollout.exchange import deal, unpack
@@ -30,9 +32,9 @@ Key = tuple[int, int]  # prompt id, sample index
 class EngineLost(Exception):
     """A replica has failed, or one of its processes has ended."""
 
-    def __init__(self, replica: Replica, failure: Failure) -> None:
+    def __init__(self, replica: Replica, failure: Failure, is_gone: bool) -> None:
         super().__init__(failure.message)
-        self.replica, self.failure = replica, failure
+        self.replica, self.failure, self.is_gone = replica, failure, is_gone  # its actor
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Replica:
         except RankLost as lost:
             kind = {USER: ValueError, REFUSED: CheckFailed}.get(lost.failure.code)
             if kind is None:
-                raise EngineLost(self, lost.failure) from None
+                raise EngineLost(self, lost.failure, lost.is_gone) from None
             raise kind(lost.failure.message) from None
 
     def call(self, method: str, *values: Any) -> Any:
@@ -85,6 +87,10 @@ class Engines:
     recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
     restarts: int = 0  # so far
     orphans: list[Request] = field(default_factory=list)  # of lost replicas
+    is_syncing: bool = False  # replicas that are lost are the sync's to replace
+    _early: list[Sample] = field(default_factory=list)  # for the next `poll`
+    _fault: Exception | None = None  # for it, too
+    _is_glancing: bool = False  # the trainer works, so that nothing can be synced
 
     def start(self) -> None:
         """Starts all of them; `wait_started` waits."""
@@ -97,46 +103,94 @@ class Engines:
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
-            if replica.starting is not None:
-                ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
-                self.place.watch.add(f"engine {replica.number}", replica.node, pid)
-                pids, segments, replica.max_model_len = replica.value(replica.starting)
-                replica.family, replica.starting = (pids, segments), None
+            self._wait_started(replica)
+
+    def revive(self) -> None:
+        """As wait_started; those that are killed meanwhile are started again."""
+        while True:
+            try:
+                return self.wait_started()
+            except EngineLost as lost:
+                if not lost.is_gone and not self.restarts:  # it cannot start
+                    raise
+                self.lose(lost)
+
+    def _wait_started(self, replica: Replica) -> None:
+        if replica.starting is None:
+            return
+        try:
+            ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
+        except RayError as error:
+            gone = ray_actors.lost(error, f"engine {replica.number}")
+            raise EngineLost(replica, gone.failure, gone.is_gone) from None
+        self.place.watch.add(f"engine {replica.number}", replica.node, pid)
+        pids, segments, replica.max_model_len = replica.value(replica.starting)
+        replica.family, replica.starting = (pids, segments), None
 
     # sampling
 
     def submit(self, requests: Sequence[Request]) -> None:
         """roles.AsyncSampler."""
         ready = [replica for replica in self.replicas if replica.is_ready]
-        if not ready:
+        if not ready and not self.restarts:
             raise CheckFailed("no engine has verified weights; publish them first")
-        for replica, share in zip(ready, deal(requests, len(ready)), strict=True):
+        if not ready:  # all are lost
+            self.orphans += requests
+        for replica, share in zip(ready, deal(requests, len(ready)) if ready else (), strict=True):
             replica.requests |= {(request.prompt.prompt_id, request.index): request for request in share}
             try:
                 if share:
                     replica.call("submit", share)
                 replica.poll = replica.poll or replica.begin("poll")
             except EngineLost as lost:
-                self._lose(lost)
+                self.lose(lost)
+        if self.orphans:
+            self._rehouse()
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """roles.AsyncSampler."""
         while self.running():
             if self.is_stopping():
                 raise Terminated("stopped by SIGTERM")
+            if self._fault:
+                raise self._fault
+            if self.orphans:
+                self._rehouse()
+            early, self._early = self._early, []
+            if early:
+                return early
             polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
             done, _ = ray.wait(list(polls), num_returns=1, timeout=POLL_S if timeout_s is None else timeout_s)
             samples = [sample for poll in done for sample in self._take(polls[poll])]
+            if self.orphans:
+                self._rehouse()
             if samples or timeout_s is not None:
                 return samples
         return []
 
+    def glance(self) -> None:
+        """While the trainer works: a replica that is lost starts again now, and its requests go to others."""
+        polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
+        if self.is_syncing or self._fault or not polls:
+            return
+        self._is_glancing = True
+        try:
+            for poll in ray.wait(list(polls), num_returns=len(polls), timeout=0)[0]:
+                self._early += self._take(polls[poll])
+            if self.orphans:
+                self._rehouse()
+        except (ValueError, CheckFailed) as error:  # what the trainer does now is completed
+            self._fault = error
+        finally:
+            self._is_glancing = False
+
     def _take(self, replica: Replica) -> list[Sample]:
+        """Of its open poll, which has ended; none if the replica is lost."""
         try:
             samples = unpack(torch.tensor(replica.value(replica.poll)))
             replica.poll = replica.begin("poll")
         except EngineLost as lost:
-            self._lose(lost)
+            self.lose(lost)
             return []
         for sample in samples:
             replica.requests.pop((sample.prompt_id, sample.index))
@@ -144,7 +198,7 @@ class Engines:
 
     def running(self) -> int:
         """roles.AsyncSampler."""
-        return len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
+        return len(self._early) + len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
 
     # replicas that are lost
 
@@ -153,11 +207,14 @@ class Engines:
         self.restarts += 1
         limit = self.config.launch.max_restarts
         if self.restarts > limit:
+            self.place.cluster.expect_nodes()  # what a whole node takes along may be more
             raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
         print(f"megarl: {failure.message}; restart {self.restarts} of {limit}", file=sys.stderr, flush=True)
 
     def lose(self, lost: EngineLost) -> None:
         """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
+        if self.replicas[lost.replica.number] is not lost.replica:  # done already
+            return
         self.count_restart(lost.failure)
         number = lost.replica.number
         self.orphans += self.replicas[number].requests.values()
@@ -170,25 +227,35 @@ class Engines:
         if orphans:
             self.submit(orphans)
 
-    def _lose(self, lost: EngineLost) -> None:
-        self.lose(lost)
+    def _rehouse(self) -> None:
         if not any(replica.is_ready for replica in self.replicas):
+            if self._is_glancing:
+                return
             self.recover()
         self.adopt()
 
     def leave_ranks(self) -> None:
         """After the trainer's ranks have ended: drops all requests, and accepts none before the next sync."""
-        for replica in self.replicas:
-            replica.is_joined = replica.is_ready = False
-            try:
-                self.wait_started()
-                replica.call("drop")
-                replica.requests.clear()
-                if replica.poll is not None and ray.wait([replica.poll], timeout=0)[0]:
-                    replica.poll = None  # it has samples of before
-            except EngineLost as other:
-                self.lose(other)
+        for number in range(len(self.replicas)):
+            while not self._is_dropped(self.replicas[number]):
+                pass
+        self._early.clear()
         self.orphans.clear()
+
+    def _is_dropped(self, replica: Replica) -> bool:
+        """False: it was lost instead."""
+        replica.is_joined = replica.is_ready = False
+        try:
+            self._wait_started(replica)
+            replica.call("drop")
+            replica.requests.clear()
+            if replica.poll is not None:
+                replica.value(replica.poll)  # samples of before
+                replica.poll = None
+        except EngineLost as lost:
+            self.lose(lost)
+            return False
+        return True
 
     def _end(self, replica: Replica) -> None:
         ray.kill(replica.actor)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,12 +110,16 @@ def value_of(ref: Any, what: str) -> Any:
     try:
         reply: Any = ray.get(ref)
     except RayError as error:
-        is_gone = isinstance(error, RayActorError)
-        cause = "was killed; out of memory? see its log" if is_gone else f"{type(error).__name__}: {error}"
-        raise RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone) from None
+        raise lost(error, what) from None
     if "failure" in reply:
         raise RankLost(exit_codes.parse_record(reply["failure"]))
     return reply["value"]
+
+
+def lost(error: RayError, what: str) -> RankLost:
+    is_gone = isinstance(error, RayActorError)
+    cause = "was killed; out of memory? see its log" if is_gone else f"{type(error).__name__}: {error}"
+    return RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone)
 
 
 @dataclass(frozen=True)
@@ -149,15 +153,27 @@ class TrainerRanks:
     """All ranks of the trainer; `call` is a collective of them."""
 
     actors: Sequence[Any]
+    meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
 
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str, name: str) -> TrainerRanks:
         """They meet at the keys `name` of `store`. Ranks are numbered node by node. Raises NodeGone if one is."""
         actors = [place.start(RankActor, number) for number in range(world)]
-        places = place.cluster.placed(actors)
+        try:
+            return cls(actors)._start(config, place, store, name)
+        except BaseException:
+            cls(actors).end()
+            raise
+
+    def _start(self, config: Config, place: Place, store: str, name: str) -> TrainerRanks:
+        world = len(self.actors)
+        try:
+            places = place.cluster.placed(self.actors)
+        except RayError as error:
+            raise lost(error, "a rank") from None
         nodes = list(dict.fromkeys(node for node, *_ in places))
         order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
-        ranks, per_node = cls([actors[number] for number in order]), max(1, world // len(nodes))
+        ranks, per_node = TrainerRanks([self.actors[number] for number in order]), max(1, world // len(nodes))
         for rank, number in enumerate(order):
             place.watch.add(f"rank {rank}", places[number][0], places[number][2])
         # on a GPU, each sees its own alone, as number 0
@@ -176,7 +192,7 @@ class TrainerRanks:
         refs = [ray.put(pack_batch(value)) for value in values]
         return [actor.call.remote(method, *refs) for actor in self.actors]
 
-    def wait(self, refs: Sequence[Any]) -> Any:
+    def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] | None = None) -> Any:
         from megarl.rollout.exchange import unpack_batch
         from megarl.types import CheckFailed
 
@@ -184,6 +200,7 @@ class TrainerRanks:
         value, deadline, gone = None, None, None
         while pending and (deadline is None or time.monotonic() < deadline):
             done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            (meanwhile or self.meanwhile)()
             for ref in done:
                 try:
                     returned = value_of(ref, f"rank {ranks[ref]}")

@@ -111,7 +111,11 @@ class TrainerRank:
         """As Publisher.transfer."""
         assert self.publisher is not None
         self.phase.name, self.began = "sync", time.perf_counter()
-        return self.publisher.transfer(version)
+        try:
+            return self.publisher.transfer(version)
+        except BaseException:
+            self.publisher.transport.leave()  # type: ignore[attr-defined] # so that nobody waits for this rank
+            raise
 
     def end(self, version: int, committed: bool) -> PublishReport | None:
         assert self.publisher is not None

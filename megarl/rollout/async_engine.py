@@ -100,7 +100,10 @@ class WorkerExtension:
         return {}
 
     def sync_transfer(self, version: int) -> dict[str, Any]:
-        return _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
+        reply = _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
+        if "error" in reply:
+            self.sync_publisher.transport.leave()  # so that nobody waits for this worker
+        return reply
 
     def sync_end(self, version: int, committed: bool) -> dict[str, Any]:
         if committed:
@@ -169,6 +172,8 @@ class AsyncEngine:
 
     async def call(self, method: str, *values: Any) -> Any:
         """Any method below. Raises RuntimeError once the engine is lost: vLLM may wait for a core that is gone."""
+        if self.children.lost.is_set():
+            raise RuntimeError(self._error)
         value = getattr(self, method)(*values)
         if not inspect.isawaitable(value):
             return value
@@ -204,6 +209,7 @@ class AsyncEngine:
         await self.llm.abort(list(self._requests))
         await asyncio.gather(*self._tasks)
         self._finished.clear()
+        self._news.set()  # an open poll ends
 
     async def poll(self) -> Any:
         """Waits until samples are finished; returns them packed."""

@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -93,6 +94,11 @@ class SinkAttention(PackedAttention):
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
         skipped = layer_number % config.window_attn_skip_freq == 0
         self.window = None if skipped else config.window_size[0] + 1  # tokens, including the query's own
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Of every tensor rank's heads; Megatron's default would save those of the first as if they were all."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

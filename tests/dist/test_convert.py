@@ -17,7 +17,7 @@ from megarl.layout import Parallel
 from megarl.models.registry import hf_shapes, read_model
 
 pytestmark = pytest.mark.long  # four ranks that build two actors a model
-MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3")
+MODELS = ("qwen3", "qwen3_moe", "deepseek_v3@3", "gpt_oss")
 RANKS = Path(__file__).with_name("convert_ranks.py")
 
 

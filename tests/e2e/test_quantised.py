@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def train(config: str, folder: Path, runs: Path, *overrides: str) -> str:
     values = ["model.create=null", f"model.path={folder}", f"run.dir={runs}", "run.name=run", "train.steps=1"]
-    values += ["train.lr=1e-3", "train.warmup_steps=0", "train.prompts_per_step=8", "train.dtype=bf16", "eval.every=0"]
+    values += ["train.lr=3e-2", "train.warmup_steps=0", "train.prompts_per_step=8", "train.dtype=bf16", "eval.every=0"]
     command = [sys.executable, "-m", "megarl.cli", "train", config, *values, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -140,8 +140,14 @@ class Collective:
             dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
             for _, kind, flat, peer in transfers
         ]
-        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-        faults = [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers]
+        faults, works, text = [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers], [], ""
+        try:
+            works += dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:  # gloo notices here that a peer is gone, too
+            text = str(error)
+        operations.clear()  # they hold the group
+        if text:
+            raise self._lost(" or ".join(faults), text)
         if len(works) < len(faults):  # NCCL completes all of them at once
             faults = [" or ".join(faults)]
 
@@ -154,13 +160,16 @@ class Collective:
                 except RuntimeError as error:
                     text = str(error)  # not itself: its frames hold the group
                 works.clear()
-                self.leave()  # so that the others fail too, and at once
-                raise CheckFailed(
-                    f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that rank's log, and "
-                    "raise launch.timeout_s if it is only slow"
-                )
+                raise self._lost(fault, text)
 
         return wait
+
+    def _lost(self, fault: str, text: str) -> CheckFailed:
+        self.leave()  # so that the others fail too, and at once
+        return CheckFailed(
+            f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that rank's log, and raise "
+            "launch.timeout_s if it is only slow"
+        )
 
     def barrier(self, what: str, timeout: timedelta | None = None, *, patience: int = 1) -> None:
         self._barriers.meet(what, timeout or self._timeout * patience)

@@ -41,8 +41,14 @@ class Ray:
         self.now = 0.0
         monkeypatch.setitem(sys.modules, "ray", self)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        placement = SimpleNamespace(wait=lambda _timeout: not gone_s <= self.now < back_s)
-        self.cluster = cluster.Cluster(placement, "", False, False)
+        self.gone_s, self.back_s = gone_s, back_s
+        self.cluster = cluster.Cluster(SimpleNamespace(wait=self.is_whole), "", False, False)
+
+    def is_whole(self, timeout_s: int) -> bool:
+        assert isinstance(timeout_s, int) and timeout_s, "Ray takes whole seconds, and answers nothing within 0"
+        whole = not self.gone_s <= self.now < self.back_s
+        self.now += timeout_s * (not whole)
+        return whole
 
     def actor(self, placed_s: float) -> Any:
         return SimpleNamespace(place=SimpleNamespace(remote=lambda: placed_s))

@@ -11,8 +11,9 @@ import torch
 
 from megarl.config.load import parse_config
 from megarl.launch import controller, engines, exit_codes, ray_actors
+from megarl.launch.cluster import NodeGone
 from megarl.launch.controller import RemoteWeights
-from megarl.launch.engines import Engines
+from megarl.launch.engines import EngineLost, Engines
 from megarl.launch.exit_codes import Failure
 from megarl.launch.ray_actors import RankLost, TrainerRanks
 from megarl.rollout.exchange import pack
@@ -58,6 +59,7 @@ class Actor:
 
     def __init__(self, events: list[Any], name: str) -> None:
         self.events, self.name, self.lost, self.is_gone, self.samples = events, name, "", False, list[Sample]()
+        self.is_dropped = False
         self.start = SimpleNamespace(remote=lambda *_values: Ref(lambda: self.value(([1], [], 16))))
         self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [], 7)))
         self.call = SimpleNamespace(remote=self.begin)
@@ -67,9 +69,10 @@ class Actor:
 
     def begin(self, method: str, *values: Any) -> Ref:
         if method == "poll":
-            return Ref(self.poll, lambda: self.is_gone or bool(self.samples))
+            return Ref(self.poll, lambda: self.is_gone or self.is_dropped or bool(self.samples))
         self.events.append((self.name, method, *values[:1]))
         self.is_gone |= method == self.lost
+        self.is_dropped |= method == "drop"
         if method == "submit":
             self.samples += [sample(request) for request in values[0]]
         replies = {"transfer": [{"prove": False}] if "engine" in self.name else False}
@@ -102,14 +105,16 @@ def requests(count: int) -> list[Request]:
 
 class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3) -> None:
-        self.ray, self.events, self.made = Ray(), list[Any](), list[Actor]()
+        self.ray, self.events, self.made, self.is_node_gone = Ray(), list[Any](), list[Actor](), False
         for module in (engines, ray_actors, controller):
             monkeypatch.setattr(module, "ray", self.ray)
         monkeypatch.setattr(engines, "end_family", lambda *values: self.events.append(("family", *values)))
         monkeypatch.setattr(controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4])))
         values = {"launch": {"topology": "split", "max_restarts": restarts}, "rollout": {"replicas": replicas}}
         config = parse_config(values)
-        cluster = SimpleNamespace(placed=lambda actors: [("node", [], 7)] * len(actors))
+        cluster = SimpleNamespace(
+            placed=lambda actors: [self.place_of(actor) for actor in actors], expect_nodes=self.expect
+        )
         watch = SimpleNamespace(add=lambda *values: self.events.append(("watch", *values)))
         place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
@@ -118,6 +123,15 @@ class Job:
         checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"), always=False)
         self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", "sync", 4)
         self.engines.recover = self.weights.republish
+
+    def place_of(self, actor: Actor) -> tuple[str, list[int], int]:
+        if actor.lost == "place":
+            raise GONE
+        return "node", [], 7
+
+    def expect(self) -> None:
+        if self.is_node_gone:
+            raise NodeGone("a node is gone")
 
     def start(self, _kind: Any, number: int) -> Actor:
         self.made.append(Actor(self.events, f"engine {number}"))
@@ -179,6 +193,96 @@ def test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again(
     number = ["join", "transfer", "end"].index(method)
     ended = [event[1] for event in job.events if event[0] == "barrier" and event[2] == "engine 0"]
     assert ended == [number, number + 1], "nobody waits for it, and nobody finds out who is left"
+
+
+def test_two_engines_that_are_lost_at_once_are_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.made[0].lost = job.made[1].lost = "submit"
+    job.engines.submit(requests(4))
+    samples = [sample for _ in range(6) for sample in job.engines.poll()]
+    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+    assert job.ray.killed == job.made[:2] and job.engines.restarts == 2 and len(job.made) == 4
+
+
+def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    job.made[1].is_gone = True
+    TrainerRanks([job.rank], meanwhile=job.engines.glance).call("update")
+    assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], "and nothing is synced"
+    job.engines.glance()
+    assert job.engines.running() == 8
+    samples = [sample for _ in range(6) for sample in job.engines.poll()]
+    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+
+
+def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, replicas=1)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(1))
+    job.made[0].is_gone = True
+    job.engines.glance()
+    assert len(job.made) == 2 and len(job.names("transfer")) == 2
+    job.weights.announce(4)
+    job.engines.submit(requests(3)[2:])
+    samples = [sample for _ in range(4) for sample in job.engines.poll()]
+    assert len(samples) == 4 and job.weights.version == 4 and len(job.names("transfer")) == 4
+
+
+def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, restarts=0)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    job.made[1].is_gone = True
+    TrainerRanks([job.rank], meanwhile=job.engines.glance).call("update")
+    with pytest.raises(CheckFailed, match="are used up"):
+        job.engines.poll()
+
+
+def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.made[1].lost = "place"
+    job.engines.revive()
+    assert len(job.made) == 3 and job.engines.restarts == 1
+    job.made[2].start = job.made[0].start = Ref(lambda: None)  # never asked again
+    job.engines.revive()
+    other = Job(monkeypatch)
+    other.made[0].start = SimpleNamespace(remote=lambda *_: None)
+    other.engines.replicas[0].starting = Ref(lambda: {"failure": exit_codes.to_record(Failure(0, 1, "no memory"))})
+    with pytest.raises(EngineLost, match="no memory"):
+        other.engines.revive()
+
+
+def test_when_a_node_has_taken_many_along_the_node_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, restarts=1)
+    job.weights.publish(version=3)
+    job.made[0].lost = job.made[1].lost = "submit"
+    job.is_node_gone = True
+    with pytest.raises(NodeGone):
+        job.engines.submit(requests(4))
+
+
+def test_a_failure_of_the_ranks_may_be_an_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they report it first."""
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    begin, failed = job.rank.begin, list[int]()
+
+    def fail_once(method: str, *values: Any) -> Ref:
+        if method == "transfer" and not failed:
+            failed.append(1)
+            record = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+            job.made[0].is_gone = True
+            return Ref(lambda: {"failure": record})
+        return begin(method, *values)
+
+    job.rank.call = SimpleNamespace(remote=fail_once)
+    assert job.weights.publish(version=4).version == 4
+    assert job.ray.killed == [job.made[0]] and job.engines.restarts == 1
 
 
 def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
