@@ -102,6 +102,30 @@ SPLIT = [
         "            if True:  # otherwise",
         "unit/launch/test_run_config.py::test_a_full_disk_is_said_once",
     ),
+    (
+        "launch/engines.py",
+        "            if self._is_glancing:\n                return\n",
+        "",
+        f"{ENGINES}::test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked",
+    ),
+    (
+        "launch/engines.py",
+        "self.place.cluster.expect_nodes()  # what",
+        "pass  # what",
+        f"{ENGINES}::test_when_a_node_has_taken_many_along_the_node_is_the_cause",
+    ),
+    (
+        "launch/controller.py",
+        "while waiting and not lost and time.monotonic() < deadline:",
+        "while False:",
+        f"{ENGINES}::test_a_failure_of_the_ranks_may_be_an_engines",
+    ),
+    (
+        "rollout/async_engine.py",
+        "            raise RuntimeError(self._error)\n        value =",
+        "            pass\n        value =",
+        f"{ENGINE}::test_a_lost_process_ends_what_waits_for_it",
+    ),
     (  # gloo ends a group's connections with its last reference
         "weights/transports/collective.py",
         "process_group, self.process_group = self.process_group, None",
@@ -110,8 +134,8 @@ SPLIT = [
     ),
     (
         "weights/transports/collective.py",
-        "                self.leave()  # so that",
-        "                # so that",
+        "        self.leave()  # so that",
+        "        # so that",
         GROUP,
     ),
     (

@@ -230,7 +230,7 @@ def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_as
     job.weights.announce(4)
     job.engines.submit(requests(3)[2:])
     samples = [sample for _ in range(4) for sample in job.engines.poll()]
-    assert len(samples) == 4 and job.weights.version == 4 and len(job.names("transfer")) == 4
+    assert len(samples) == 6 and job.weights.version == 4 and len(job.names("transfer")) == 4
 
 
 def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
