@@ -31,6 +31,7 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "adapters": ("tests/e2e/test_lora.py", "run.seed of the configs, adapters by run.seed and name"),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
     "cheat": ("tests/e2e/test_trained_cheat.py", "run.seed of its config"),
+    "loop": ("tests/e2e/test_loop.py", "run.seed of the configs"),
     "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
     "split_steps": ("tests/e2e/test_split.py::test_twenty_steps", "run.seed of the configs"),
     "split_kills": ("tests/e2e/test_split.py::test_twenty_kills", "kills drawn with seed 5"),

@@ -198,6 +198,7 @@ def test_steps_and_an_outcome_beside_them(runs: dict[str, Rows]) -> None:
     assert alone["grad_norm"] != pytest.approx(both["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_say_the_same_as_one(runs: dict[str, Rows], tmp_path: Path) -> None:
     """Greedy samples, refills, step rewards and selections come to every rank alike.
 

@@ -57,16 +57,13 @@ CASES = {  # ranks -> [(model, objective, how many layouts)]
     4: [("tiny_dense", "", 5), ("tiny_dense", "-rpp", 2), ("tiny_moe", "", 6), ("tiny_moe", "-rpp", 2)],
 }
 ON_TWO_RANKS = pytest.mark.parametrize("runs", [2], indirect=True)
-ON_BOTH = pytest.mark.parametrize("runs", [2, pytest.param(4, marks=pytest.mark.long)], indirect=True)
+FOUR = [pytest.mark.long, pytest.mark.exhaustive]  # tests/dist has layouts of four ranks on every change
+ON_BOTH = pytest.mark.parametrize("runs", [2, pytest.param(4, marks=FOUR)], indirect=True)
 
 
 @pytest.mark.parametrize(
     ("runs", "model", "objective", "count"),
-    [
-        pytest.param(ranks, *case, marks=[pytest.mark.long] if ranks == 4 else [])
-        for ranks, cases in CASES.items()
-        for case in cases
-    ],
+    [pytest.param(ranks, *case, marks=FOUR if ranks == 4 else []) for ranks, cases in CASES.items() for case in cases],
     indirect=["runs"],
 )
 def test_layouts_agree(runs: Path, model: str, objective: str, count: int) -> None:
