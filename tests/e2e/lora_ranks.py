@@ -20,9 +20,9 @@ from megarl.platform.env import Env
 from megarl.rollout.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMON = "train.steps=3 train.lr=2e-2 algorithm.kl.coef=0.01 lora.rank=5 lora.alpha=10"
+COMMON = "train.steps=3 train.lr=2e-2 algorithm.kl.coef=0.01 lora.rank=5 lora.alpha=10 rollout.max_prompt_tokens=100"
 ATTENTION = "lora.targets=[q_proj,k_proj,v_proj,o_proj]"
-AGAIN = "task.options={vocab:67,least:65,most:100,size:4} rollout.max_prompt_tokens=100 train.prompts_per_step=4"
+AGAIN = "task.options.least=65 task.options.most=100 task.options.size=4 train.prompts_per_step=4"
 CASES = [  # config, case, overrides; those of one engine follow each other
     ("tiny_dense", "merged", "parallel.tensor=2"),
     ("tiny_dense", "adapter", "lora.sync=adapter parallel.tensor=2"),
