@@ -217,6 +217,18 @@ def test_log_probs_that_were_not_scored_are_those_before_the_update(
     assert len(reports[0]) == updates and reports[0][0][1] > 1e-3
 
 
+def test_an_updates_own_log_probs_are_those_of_a_pass_before_it(tmp_path: Path) -> None:
+    """Of rows on their own, whatever else the update's micro-batches hold."""
+    seen = list[Tensor]()
+    learner, scored = make_learner(tmp_path)
+    learner.update(scored, gate=lambda batch: seen.append(batch.old_logprobs) or {})
+    learner.trainer.close()
+    alone, scored = make_learner(tmp_path, max_tokens_per_microbatch=1)
+    before_T = alone.trainer.forward(scored).logprobs_T
+    alone.trainer.close()
+    assert scored.old_logprobs is None and (seen[0] - before_T)[scored.mask].abs().max() < 1e-6
+
+
 def test_a_value_head_learns(tmp_path: Path) -> None:
     """A critic of one number a token, from 0, whatever the micro-batches."""
     batch, losses = make_batch(num_rows=8), {}
