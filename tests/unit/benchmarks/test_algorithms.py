@@ -36,7 +36,10 @@ def test_claims_are_compared_seed_by_seed():
 
 @pytest.mark.long
 def test_algorithms_are_compared_at_equal_tokens(tmp_path: Path):
-    names, small = ["ppo", "grpo_process"], ["train.prompts_per_step=8", "eval.size=8", "launch.processes=1"]
+    names, small = (
+        ["ppo", "grpo_process"],
+        ["train.prompts_per_step=8", "eval.size=8", "launch.processes=1", "parallel.tensor=1"],
+    )
     model = train("quickstart_sft", tmp_path, "sft", "train.steps=30", "sft.until_accuracy=null", *small) / "hf"
     file = tmp_path / "runs.json"
     by_name, end = compare(names, [1], "train.steps=7", *small, model=model, file=file)

@@ -276,11 +276,15 @@ def test_a_failure_of_the_ranks_may_be_an_engines(monkeypatch: pytest.MonkeyPatc
         if method == "transfer" and not failed:
             failed.append(1)
             record = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
-            job.made[0].is_gone = True
             return Ref(lambda: {"failure": record})
         return begin(method, *values)
 
+    def die_later(method: str, *values: Any) -> Ref:
+        looks = iter([False] * (method == "transfer"))
+        return Ref(lambda: GONE if method == "transfer" else job.made[0].value(None), lambda: next(looks, True))
+
     job.rank.call = SimpleNamespace(remote=fail_once)
+    job.made[0].call = SimpleNamespace(remote=die_later)
     assert job.weights.publish(version=4).version == 4
     assert job.ray.killed == [job.made[0]] and job.engines.restarts == 1
 
