@@ -349,7 +349,7 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
     if train.dtype == "bf16" and not gpus and not has_bf16_products():
         yield "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; set train.dtype=fp32"
     if config.launch.topology == "split" and (size := config.rollout.tensor) > (config.launch.processes_per_node or 8):
-        yield f"rollout.tensor={size}: Ray must have a node of {size} GPUs, as an engine of several is not supported"
+        yield f"rollout.tensor={size} needs a Ray node with {size} GPUs: engines that span nodes are not supported"
     for key, stages in names.STAGES_OF_SECTIONS.items():
         if config.stage not in stages and (part := getattr(config, key)) != (default := type(part)()):
             name = next(name for name, value in part if value != getattr(default, name))

@@ -39,7 +39,7 @@ class NoRoom(ValueError):
 
 
 class NodeGone(NoRoom):
-    """It was large enough; a node is gone, and nothing has taken its place."""
+    """A node was lost during the run and not replaced."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Cluster:
         return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
 
     def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
-        """Waits until the actors run; returns their places. Raises NodeGone if a node is, and no other comes; RayError
-        if an actor has ended."""
+        """Waits until the actors run; returns their places.
+
+        Raises NodeGone if a node is lost and not replaced within ROOM_S, RayError if an actor has died.
+        """
         import ray
 
         pending = places = [actor.place.remote() for actor in actors]
@@ -67,12 +69,12 @@ class Cluster:
         return ray.get(places)
 
     def expect_nodes(self) -> None:
-        """Raises NodeGone if one is, and no other comes."""
+        """Raises NodeGone if a node is lost and not replaced within ROOM_S."""
         deadline = None
         while not self.placement.wait(1):  # whole seconds: Ray takes no others
             deadline = deadline or time.monotonic() + ROOM_S
             if time.monotonic() > deadline:
-                raise NodeGone(f"a node is gone; {self.resources()} left; start others, and the same command resumes")
+                raise NodeGone(f"a node is gone; {self.resources()} left; add nodes and run the same command to resume")
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class Engines:
             self._wait_started(replica)
 
     def revive(self) -> None:
-        """As wait_started; those that are killed meanwhile are started again."""
+        """As wait_started, but restarts replicas that are killed meanwhile."""
         while True:
             try:
                 return self.wait_started()
@@ -169,7 +169,7 @@ class Engines:
         return []
 
     def glance(self) -> None:
-        """While the trainer works: a replica that is lost starts again now, and its requests go to others."""
+        """Called while the trainer works: restarts lost replicas and moves their requests to others."""
         polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
         if self.is_syncing or self._fault or not polls:
             return

@@ -1,5 +1,4 @@
-"""Stopped processes of the split topology: named after 5 s, killed after half the time-out, and then replaced like any
-that is lost.
+"""Stopped processes of the split topology: reported after 5 s, killed after half of launch.timeout_s, then replaced.
 
     controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
 
@@ -37,7 +36,7 @@ class StoppedProcesses:
     _said: set[int] = field(default_factory=set)
 
     def look(self, names: Mapping[str, int], now: float) -> list[str]:
-        """Looks at these processes and those that they have started; returns what is to be said."""
+        """Checks these processes and their descendants; returns the lines to print. Kills what exceeds the limit."""
         lines = list[str]()
         for name, root in names.items():
             for pid in (root, *descendants(root)):
@@ -47,7 +46,7 @@ class StoppedProcesses:
                     continue
                 seconds, text = now - self._since.setdefault(pid, now), f"{name} (process {pid})"
                 if seconds >= self.limit_s:
-                    lines.append(f"{text} was stopped for {seconds:.0f} s, and is killed")
+                    lines.append(f"{text} has been stopped for {seconds:.0f} s; killing it")
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 elif seconds >= STOPPED_S and pid not in self._said:
@@ -69,7 +68,7 @@ class NodeWatch:
 
 
 class Watch:
-    """Looks at every process that was added, until `end`."""
+    """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._limit_s, self._ended = timeout_s / 2, threading.Event()

@@ -41,7 +41,7 @@ from megarl.types import CheckFailed, Request, Sample
 from megarl.weights.publish import WeightFormat
 from megarl.weights.transports.collective import Collective, Group, open_store
 
-PULSE_S = 10.0
+CHECK_S = 10.0
 SILENT = 0.9  # of the time-out, as of a rank (launch.heartbeat)
 EXTENSION = "megarl.rollout.async_engine.WorkerExtension"
 
@@ -138,7 +138,7 @@ class AsyncEngine:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: str = ""
     _serial: int = 0
-    _pulse: Any = None  # the task
+    _checks: Any = None  # the task of _check_core
 
     @classmethod
     async def start(cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int) -> AsyncEngine:
@@ -163,7 +163,7 @@ class AsyncEngine:
         llm = AsyncLLM.from_engine_args(arguments)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
         engine.children.watch(asyncio.get_running_loop(), engine._lose)
-        engine._pulse = asyncio.ensure_future(engine._feel_pulse())
+        engine._checks = asyncio.ensure_future(engine._check_core())
         return engine
 
     @property
@@ -278,11 +278,11 @@ class AsyncEngine:
             self.llm.shutdown()
         self.children.end()
 
-    async def _feel_pulse(self) -> None:
-        """A core that hangs is lost, too: between two steps it answers. A sync takes at most the time-out."""
+    async def _check_core(self) -> None:
+        """Marks the engine as lost if its core hangs: it answers between two steps, and a sync ends by the time-out."""
         limit_s = SILENT * self.config.launch.timeout_s
         while not self._error:
-            await asyncio.sleep(PULSE_S)
+            await asyncio.sleep(CHECK_S)
             try:
                 await asyncio.wait_for(self.llm.is_sleeping(), limit_s)
             except TimeoutError:

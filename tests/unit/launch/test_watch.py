@@ -34,7 +34,7 @@ def test_a_stopped_process_is_named_and_then_killed_and_a_slow_one_is_not() -> N
             assert watch.look(names, 100) == []
             _stop(child)
             assert watch.look(names, 101) == [], "from the beginning"
-            assert watch.look(names, 131.5) == [f"engine 1 (process {child}) was stopped for 30 s, and is killed"]
+            assert watch.look(names, 131.5) == [f"engine 1 (process {child}) has been stopped for 30 s; killing it"]
             time.sleep(0.2)
             assert watch.look(names, 140) == [] and parent.poll() is None
         finally:

@@ -157,7 +157,7 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
 
 
 def test_a_core_that_does_not_answer_is_lost(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "PULSE_S", 0.01)
+    monkeypatch.setattr(async_engine, "CHECK_S", 0.01)
     engine.config = parse_config({"launch": {"timeout_s": 1}})
     answers = iter([True] * 3)
 
@@ -169,7 +169,7 @@ def test_a_core_that_does_not_answer_is_lost(engine: AsyncEngine, monkeypatch: p
     async def run() -> None:
         engine.llm.is_sleeping = is_sleeping
         waiting, began = asyncio.ensure_future(engine.call("poll")), time.monotonic()
-        await asyncio.wait_for(engine._feel_pulse(), 5)
+        await asyncio.wait_for(engine._check_core(), 5)
         assert time.monotonic() - began > 0.9, "it has the time of a sync"
         with pytest.raises(RuntimeError, match=r"engine 0 is lost: its core has not answered for 0\.9 s"):
             await waiting
