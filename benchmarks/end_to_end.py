@@ -277,6 +277,9 @@ def _train_trl(
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
         callbacks=[Clock()],
     )
+    # transformers gives the padding token's row no gradient from the input; SmolLM2's is <|im_end|>, which is
+    # in every prompt
+    trainer.model.get_input_embeddings().padding_idx = None
     trainer.train()
     seconds = [after - before for before, after in pairwise(times)]
     lengths = {log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log}
