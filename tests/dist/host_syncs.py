@@ -26,12 +26,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megarl
+
 aten = torch.ops.aten
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 DYNAMIC = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 LOCAL = ("trainer/layers.py", "trainer/context_parallel.py", "embeddings/rope_utils.py", "moe/experts.py")
-ROOTS = ("/megarl/", "/megatron/core/")
+ROOTS = (f"{Path(megarl.__file__).parent}/", "/megatron/core/")  # a clone may be in a folder of that name
 
 
 class HostSyncs(TorchDispatchMode):
