@@ -62,7 +62,7 @@ SIZES: dict[str, int] = (  # of the shipped configs
     {"prompts": 8, "samples": 8, "response": 16} if MODEL else {"prompts": 64, "samples": 8, "response": 8}
 )
 # processes on two cores, the fastest of 1 and 2 first
-BEST = {"megarl": (1,), "TRL": (1,)} if MODEL else {"megarl": (2,), "TRL": (2, 1)}
+BEST = {"megarl": (2,), "TRL": (2, 1)}
 TITLE = Path(MODEL).name or "quickstart"
 
 
