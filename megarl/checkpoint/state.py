@@ -30,10 +30,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
 from megarl.checkpoint.torch_dist import REFERENCE, stored_objects
-from megarl.checkpoint.writer import Writing, all_ranks
+from megarl.checkpoint.writer import Writing
 from megarl.platform.atomic import write_atomic
 from megarl.roles import Stateful
 from megarl.types import ObjectiveState
+from megarl.weights.transports.values import gather_values
 
 
 class Trained(Protocol):
@@ -190,7 +191,7 @@ class Checkpoints:
                     rank_state.load(_chunks(self.trained), source, prefix=REFERENCE)
         except ValueError as difference:
             error = str(difference)
-        if errors := [error for error in all_ranks(error) if error]:
+        if errors := [error for error in gather_values(error) if error]:
             raise ValueError(
                 f"{source} is not a checkpoint of this model: {errors[0]}; resume with the model it was saved from, or "
                 "start over with checkpoint.resume=never"
@@ -221,7 +222,7 @@ class Checkpoints:
                 raise ValueError(f"checkpoint.resume={resume} is incomplete: {wrong}; use another one, or auto")
             return Path(resume)
         skipped = []
-        for step in reversed(_from_rank_0(files.steps(self.folder))):
+        for step in reversed(gather_values(files.steps(self.folder))[0]):
             folder = self.folder / f"step_{step}"
             if not (wrong := _wrong(folder)):
                 return folder
@@ -271,12 +272,6 @@ def _differ(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
     return bool((one[1] * (other[0] // copies) - other[1] * (one[0] // copies)) % (1 << 64))
 
 
-def _from_rank_0(value: Any) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def _wrong(folder: Path) -> str:
     """Describes how a checkpoint is damaged, "" if it is complete; each rank reads its share of the files."""
     expected, wrong = {}, []
@@ -286,10 +281,10 @@ def _wrong(folder: Path) -> str:
             check_pickles(folder)
         except ValueError as error:
             wrong = [str(error)]
-    expected = _from_rank_0(expected)
+    expected = gather_values(expected)[0]
     names = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     wrong += files.differences(folder, {name: expected[name] for name in names})
-    return ", ".join(text for errors in all_ranks(wrong) for text in errors)
+    return ", ".join(text for errors in gather_values(wrong) for text in errors)
 
 
 def _sharded_random() -> dict[str, ShardedObject]:

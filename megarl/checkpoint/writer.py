@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megarl.checkpoint import files
 from megarl.platform.disk import full_disk
 from megarl.types import CheckFailed
+from megarl.weights.transports.values import gather_values
 
 
 class Writing:
@@ -61,13 +62,13 @@ class Writing:
         """
         self.thread.join()
         with _removing(self.folder):
-            errors = all_ranks(self._error)
+            errors = gather_values(self._error)
             if any(errors):
                 rank = next(rank for rank, error in enumerate(errors) if error)
                 raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
             for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
                 finalize()
-            by_rank = all_ranks(self._sums)
+            by_rank = gather_values(self._sums)
             if dist.get_rank() == 0:
                 written = {name: entry for sums in by_rank for name, entry in sums.items()}
                 others = [path.name for path in self.folder.iterdir() if path.name not in written]
@@ -104,12 +105,6 @@ class Writing:
         if isinstance(result, Exception):
             raise result
         return result
-
-
-def all_ranks(value: Any) -> list[Any]:
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from megarl.types import (
     TokenScores,
     TrainBatch,
 )
+from megarl.weights.transports.values import gather_values
 
 LENGTH_BYTES = 8  # of the header's length
 BATCHES = {kind.__name__: kind for kind in (TokenBatch, TrainBatch, ScoredBatch, TokenScores)}
@@ -76,15 +77,13 @@ class Exchange:
         except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
             error = (0, rank, f"{type(defect).__name__}: {defect}")
         entry = torch.tensor([part.numel(), int(digest[:15], 16), error is not None])
-        entries, errors = entry.repeat(world), [error]
+        entries = entry.repeat(world)
         if world > 1:
             self.meet()  # a replica may be later than a collective waits
             dist.all_gather_into_tensor(entries, entry)
         entries = entries.view(world, len(entry))
         if entries[:, 2].any():
-            if world > 1:
-                errors *= world
-                dist.all_gather_object(errors, error)
+            errors = gather_values(error) if world > 1 else [error]
             kind, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
             raise ERRORS[kind](f"rank {rank} could not sample: {text}")
         for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):

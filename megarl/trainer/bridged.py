@@ -24,7 +24,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from torch import Tensor
 
-from megarl.checkpoint.writer import all_ranks
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
@@ -34,6 +33,7 @@ from megarl.trainer.megatron_config import Dispatcher, router_settings, run_sett
 from megarl.trainer.model import local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
 from megarl.weights.placements import SlicesByRank
+from megarl.weights.transports.values import gather_values
 
 PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
 FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the linear layer after it
@@ -112,7 +112,7 @@ class Bridged:
                 raise ValueError(
                     f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, not {expected}; {REMEDY}"
                 )
-        return all_ranks(slices)
+        return gather_values(slices)
 
 
 def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> Iterator[tuple[str, Any]]:

@@ -183,5 +183,11 @@ SPLIT = [
         FOLDER,
     ),
     ("launch/cluster.py", "> 10:", "> -1:", FOLDER),
+    (
+        "weights/transports/values.py",
+        "weights_only=True",
+        "weights_only=False",
+        "unit/weights/test_values.py::test_what_is_no_value_is_refused_without_running_it",
+    ),
     ("config/validate.py", "1 if is_split else config.rollout.tensor)", "config.rollout.tensor)", WORLD),
 ]

@@ -35,6 +35,7 @@ BANS: dict[str, tuple[set[str], str]] = {
         {"trainer/parallel_groups.py"},
         "from megatron.core import parallel_state",
     ),
+    r"(gather|broadcast|scatter|send|recv)_object": (set(), "dist.all_gather_object(values, value)"),
     r"\bos\.(replace|rename)\(": ({"platform/atomic.py"}, "os.replace(new, old)"),
     r"^\s*global\s": (set(), "    global state"),
     r"^\s*from \.": (set(), "from .names import x"),

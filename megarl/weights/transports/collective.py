@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from megarl.types import CheckFailed
+from megarl.weights.transports.values import gather_values
 
+X = TypeVar("X")
 BARRIER = "megarl/barrier"
 DIAGNOSIS_S = 10.0  # how long the survivors of a failed collective wait for each other
 _INSTANCES = count()  # every rank creates the same number of instances, in the same order
@@ -180,11 +182,9 @@ class Collective:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world
-        self._run(lambda: dist.all_gather_object(values, value, group=self._group))
-        return values
+        return self._run(lambda: gather_values(value, self._group))
 
-    def _run(self, collective: Callable[[], object]) -> object:
+    def _run(self, collective: Callable[[], X]) -> X:
         """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing ones."""
         try:
             return collective()

@@ -1,0 +1,43 @@
+"""Small control values between ranks, without pickles: torch.distributed's object collectives run what a peer sends."""
+
+from __future__ import annotations
+
+import pickle
+from io import BytesIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megarl.algorithms.parity import Quantiles
+from megarl.models.shards import ShardSlice
+from megarl.types import CheckFailed, Routes
+
+KNOWN: list[Any] = [Quantiles, Routes, ShardSlice]
+
+
+def gather_values(value: Any, group: Any = None) -> list[Any]:
+    """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and containers, and KNOWN.
+
+    Raises CheckFailed if a rank sends anything else, without running it.
+    """
+    stream = BytesIO()
+    torch.save(value, stream)
+    own = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()]), group=group)
+    longest = int(sizes.max())
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, pad(own, (0, longest - own.numel())), group=group)
+    return [_load(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes.tolist(), strict=True))]
+
+
+def _load(data: Tensor, rank: int) -> Any:
+    try:
+        with torch.serialization.safe_globals(KNOWN):
+            return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        text = str(error).partition(". ")[0]
+        raise CheckFailed(f"rank {rank} sent what is not a value of megarl, and it was not run: {text}") from error
