@@ -69,64 +69,48 @@ def learning(steps: int = 30, seeds: int = 3) -> None:
     (RESULTS / "fp8_learning.txt").write_text("\n".join([*lines, ""]))
 
 
-def gradients() -> None:
-    """Of each weight: the gradient of one batch under emulated FP8 against fp32, and what e4m3's rounding predicts."""
+def gradients(draws: int = 8, rows: int = 64) -> None:
+    """The gradient of one batch under emulated FP8 against fp32, and what the format's epsilon predicts: the same model
+    whose operands are not rounded, but get errors drawn from all that such a rounding could make."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     sys.path += [str(HERE / "tests" / "unit" / "trainer"), str(HERE / "tests" / "dist")]
+    import numpy as np
     import torch.distributed as dist
-    from test_fp8 import E4M3, E5M2, relative_errors
+    from test_fp8 import by_layer, relative_errors
 
     from megarl.config.section import Fp8
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 8}
-    cases = {
-        "dense": sizes,
-        "experts": sizes
-        | {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2, "moe_intermediate": 256, "layers": 4},
-    }
-    lines, (figure, panels) = [], pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for (case, create), axes in zip(cases.items(), panels, strict=True):
-        layers = create["layers"]
-        lines.append(f"{case}: ||g_fp8 - g_fp32|| / ||g_fp32|| by layer, median of the linear layers' weights")
-        for recipe, eps in (("blockwise", E4M3), ("mxfp8", E4M3), ("tensorwise", E5M2)):
+    experts = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2, "moe_intermediate": 256, "layers": 4}
+    lines = [
+        f"||g_fp8 - g_fp32|| / ||g_fp32|| by layer, median of the linear layers' weights; {rows} rows; predicted: "
+    ]
+    lines[0] += f"least and most of {draws} draws"
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4))
+    for case, create, axes in zip(("dense", "experts"), (sizes, sizes | experts), panels, strict=True):
+        for color, recipe in enumerate(("blockwise", "mxfp8", "tensorwise")):
             with tempfile.TemporaryDirectory() as folder:
-                errors = relative_errors(Path(folder), create, Fp8(recipe=recipe, emulate=True))
-            found = [
-                statistics.median(
-                    error
-                    for name, error in errors.items()
-                    if f"layers.{layer}." in name and "linear" in name and error == error
-                )
-                for layer in range(layers)
-            ]
-            axes.plot(found, marker="o", label=recipe)
-            lines.append(f"  {recipe:12}" + " ".join(f"{error:.3f}" for error in found))
-            if recipe != "mxfp8":
-                predicted = [predict(layer, layers, eps) for layer in range(layers)]
-                axes.plot(predicted, "--", color="grey", label=f"predicted, {'e4m3' if eps == E4M3 else 'e5m2'}")
-                lines.append(f"  {'predicted':12}" + " ".join(f"{error:.3f}" for error in predicted))
-        axes.set(xlabel="layer", title=case)
+                fp8 = Fp8(recipe=recipe, emulate=True)
+                errors = [by_layer(each) for each in relative_errors(Path(folder), create, fp8, draws=draws, rows=rows)]
+            found, least, most = errors[0], np.min(errors[1:], axis=0), np.max(errors[1:], axis=0)
+            axes.plot(found, marker="o", color=f"C{color}", label=recipe)
+            axes.fill_between(
+                range(len(found)), least, most, color=f"C{color}", alpha=0.25, label=f"{recipe}, predicted"
+            )
+            for name, values in ((f"{case}, {recipe}", found), ("  predicted", least), ("", most)):
+                lines.append(f"{name:20}" + " ".join(f"{value:.3f}" for value in values))
+            print("\n".join(lines[-3:]), flush=True)
+        axes.set(xlabel="layer", title=case, ylim=(0, 0.4), xticks=range(len(found)))
     panels[0].set_ylabel("relative error of the gradient")
     panels[0].legend()
     figure.tight_layout()
     figure.savefig(RESULTS / "fp8_gradients.png", dpi=110)
     (RESULTS / "fp8_gradients.txt").write_text("\n".join([*lines, ""]))
-    print("\n".join(lines))
-
-
-def predict(layer: int, layers: int, backward: float) -> float:
-    """A product of two rounded operands is off by eps x sqrt(2), relative to itself. A block's two sublayers of two
-    products each are added to the residual stream, so its error is about that of one sublayer, divided by the root of
-    the sublayers before it; errors of the forward pass up to the loss and of the backward pass down to here add up as
-    independent ones, and the product of the weight's own gradient has two operands more."""
-    forward = sum(2 * 2 * 0.0255**2 / (block + 1) for block in range(layers))
-    down = sum(2 * (0.0255**2 + backward**2) / (block + 1) for block in range(layer, layers))
-    return (forward + down + 0.0255**2 + backward**2) ** 0.5
 
 
 if __name__ == "__main__":
