@@ -166,10 +166,13 @@ def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
         f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
         "precision.fp8.emulate=true to round as it does": not gpus and not fp8.emulate,
         "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it": gpus and fp8.emulate,
-        f"{where} cannot be emulated: its scales come from earlier batches; use tensorwise": (
-            fp8.emulate and fp8.recipe == "delayed"
+        "precision.fp8.params=true is for emulation: Transformer Engine's parameters have not been tried; leave it at "
+        "false": fp8.params and not fp8.emulate,
+        f"precision.fp8.params=true needs main weights in fp32, not train.dtype={config.train.dtype}; set it to bf16": (
+            fp8.params and config.train.dtype != "bf16"
         ),
-        "precision.fp8.params=true is not available in this version; leave it at false": fp8.params,
+        f"{where} with params=true cannot be emulated: forward and backward round weights by other blocks; use "
+        "blockwise": fp8.params and fp8.recipe != "blockwise",
         f"{where} needs train.dtype=bf16 on a GPU, not {config.train.dtype}; set it": (
             gpus and config.train.dtype != "bf16"
         ),

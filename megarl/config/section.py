@@ -58,7 +58,7 @@ class Fp8(Section):
     """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
 
     recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
-    params: bool = False  # keep parameters in FP8
+    params: bool = False  # parameters are rounded to FP8 after each update; main weights are fp32. Emulated only
     first_last_bf16: NonNegativeInt = 0  # as many layers at each end stay in train.dtype
     emulate: bool = False  # round as the recipe does, in plain torch, on a CPU
 

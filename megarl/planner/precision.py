@@ -22,7 +22,7 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
     """Returns a table with a line for each kind of module and run of layers that are alike; Hugging Face's names."""
     fp8, fmt, dtype, fp32 = config.precision.fp8, rollout_format(config, shape), config.train.dtype, fp32_tensors(shape)
     linear = {name.removesuffix(SCALE) for name in scale_shapes(shape, FORMATS["fp8_block"])}
-    recipe = fp8 and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {dtype}"
+    recipe = fp8 and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {'FP8' if fp8.params else dtype}"
     block = fmt and f"FP8, a scale per {fmt.block[0]} x {fmt.block[1]}"
     layers: dict[tuple[str, str, str], list[int]] = {}
     for name in hf_shapes(shape):

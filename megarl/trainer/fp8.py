@@ -6,22 +6,25 @@
     blockwise    1 x 128   128 x 128  1 x 128   128                       powers of two     e4m3
     mxfp8        1 x 32    1 x 32     1 x 32    32                        powers of two     e4m3
     tensorwise   tensor    tensor     tensor    tensor                    largest / max     e4m3; e5m2 for dy
-    delayed      as tensorwise, but scales come from previous batches: on a GPU only
+    delayed      as tensorwise                                         from the largest of earlier updates, as well
 
 Emulated products are computed in fp32 and returned in the input's dtype. Attention, norms, routers, embeddings and the
-head are not rounded. Blocks along the tokens depend on how rows are packed, and tensor-parallel ranks scale their own
-shards (as in Transformer Engine, which reduces only the maximum of what sequence parallelism splits): layouts agree to
-the rounding of FP8, not bit for bit.
+head are not rounded. Transformer Engine takes delayed scales from earlier micro-batches, here they are of earlier
+updates: then it does not matter how a batch is split, and passes without gradient change nothing. Blocks along the
+tokens depend on how rows are packed, and tensor-parallel ranks scale their own shards (as in Transformer Engine, which
+reduces only the maximum of what sequence parallelism splits), except for delayed scales: layouts agree to the rounding
+of FP8, not bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -30,6 +33,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megarl.config.model_checks import is_in_fp8
 from megarl.config.section import Fp8
@@ -39,7 +43,7 @@ from megarl.weights.quantize import Block, block_amax, fp8_scales, from_fp8, to_
 MULTIPLES = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}  # of the tokens of a micro-batch
 CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0), "tensorwise": (8, 9), "delayed": (8, 9)}
 BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-E5M2_MAX = 57344.0
+HISTORY = 1024  # updates, for delayed scales
 Seam = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
@@ -66,10 +70,42 @@ class Rounding:
         if not x.numel():
             return x.float()
         if dtype == torch.float8_e5m2:
-            scale = x.abs().amax().float().clamp(min=1e-30) / E5M2_MAX
-            return (x.float() / scale).to(dtype).float() * scale
+            return _rounded(x, x.abs().amax().float(), dtype)
         scales = fp8_scales(block_amax(x, block), power_of_2=self.power_of_2)
         return from_fp8(to_fp8(x, scales, block), scales, block, torch.float32)
+
+
+@dataclass(slots=True)
+class Delayed:
+    """Rounding of one layer's x, weight and dy: the scale of each is by its largest magnitude in earlier updates."""
+
+    largest: Tensor = field(default_factory=lambda: torch.zeros(3))  # of this update so far
+    history: Tensor = field(default_factory=lambda: torch.zeros(HISTORY, 3))  # of the latest updates first; 0: none
+
+    def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
+        return self._round(weight_NK, 1)
+
+    def of_rows(self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False) -> Tensor:
+        if is_gradient:
+            self.observe(2, x_TK)
+        return self._round(x_TK, 2 if is_gradient else 0)
+
+    def observe(self, operand: int, x: Tensor) -> None:
+        if x.numel():
+            self.largest[operand] = torch.maximum(self.largest[operand], x.detach().abs().amax().float())
+
+    def _round(self, x: Tensor, operand: int) -> Tensor:
+        largest = self.history[:, operand].amax()
+        if not largest and x.numel():  # the first update
+            largest = x.abs().amax().float()
+        return _rounded(x, largest, torch.float8_e5m2 if operand == 2 else torch.float8_e4m3fn)
+
+
+def _rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `x` in fp32, rounded to a format whose largest number stands for `largest`; what is beyond is clamped."""
+    limit = torch.finfo(dtype).max
+    scale = largest.clamp(min=1e-30) / limit
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).float() * scale
 
 
 RECIPES = {
@@ -83,7 +119,7 @@ class _Product(torch.autograd.Function):
     """x w^T with rounded operands, and its gradients with rounded operands."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, rounding: Rounding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, rounding: Rounding | Delayed) -> Tensor:
         ctx.save_for_backward(x, weight_NK)
         ctx.rounding = rounding
         y_TN = rounding.of_rows(x.flatten(0, -2)) @ rounding.of_weight(weight_NK).T
@@ -102,7 +138,7 @@ class _Product(torch.autograd.Function):
 
 
 def _forward(
-    rounding: Rounding,
+    rounding: Rounding | Delayed,
     *,
     input: Tensor,
     weight: Tensor,
@@ -118,21 +154,52 @@ def _forward(
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    if isinstance(rounding, Delayed) and torch.is_grad_enabled():
+        rounding.observe(0, input)
+        rounding.observe(1, weight)
     output = _Product.apply(input, weight, rounding)
     assert isinstance(output, Tensor)
     return output if bias is None else output + bias
 
 
-def emulate(chunks: Sequence[GPTModel], fp8: Fp8) -> None:
+class Emulation:
     """Makes the linear layers of the decoder round as the recipe does."""
-    for chunk in chunks:
-        layers: Any = chunk.decoder.layers
-        for layer in layers:
-            if is_in_fp8(layer.layer_number - 1, chunk.config.num_layers, fp8):
-                for module in layer.modules():
-                    if isinstance(module, Seam):
-                        rounded: Any = partial(_forward, RECIPES[fp8.recipe])
-                        module._forward_impl = rounded
+
+    def __init__(self, chunks: Sequence[GPTModel], fp8: Fp8, group: ProcessGroup) -> None:
+        """`group`: the ranks of this pipeline stage, whose layers share delayed scales."""
+        self._group, self._delayed = group, list[Delayed]()
+        self._weights = list[tuple[Tensor, Rounding]]()  # parameters in FP8
+        for chunk in chunks:
+            layers: Any = chunk.decoder.layers
+            for layer in layers:
+                if is_in_fp8(layer.layer_number - 1, chunk.config.num_layers, fp8):
+                    for module in layer.modules():
+                        if isinstance(module, Seam):
+                            self._patch(module, fp8)
+
+    def _patch(self, module: Any, fp8: Fp8) -> None:
+        rounding = RECIPES.get(fp8.recipe) or Delayed()
+        module._forward_impl = partial(_forward, rounding)
+        if isinstance(rounding, Delayed):
+            self._delayed.append(rounding)
+            module.get_extra_state = lambda: rounding.history  # Megatron saves it as Transformer Engine's
+            module.set_extra_state = lambda state: None if state is None else rounding.history.copy_(state)
+        elif fp8.params:
+            self._weights.append((module.weight, rounding))
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Rounds the parameters in FP8, whose main weights the optimizer has in fp32; and begins a new update. Call it
+        on every rank, also when the optimizer is built."""
+        for weight, rounding in self._weights:
+            weight.copy_(rounding.of_weight(weight))  # exact in bf16: blockwise scales are powers of two
+        if self._delayed:
+            largest = torch.stack([each.largest for each in self._delayed]).nan_to_num(0.0, 0.0, 0.0)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+            for each, row in zip(self._delayed, largest, strict=True):
+                if row.any():
+                    each.history.copy_(torch.cat([row[None], each.history[:-1]]))
+                each.largest.zero_()
 
 
 def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from megarl.models.shards import ShardSlice, Table, shapes_of, slices_by_rank, s
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
-from megarl.trainer.fp8 import MULTIPLES, emulate, megatron_settings
+from megarl.trainer.fp8 import MULTIPLES, Emulation, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.lora import Adapters
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
@@ -73,6 +73,7 @@ class Trainer:
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
     fp8: Fp8 | None = None
+    emulation: Emulation | None = None
     adapters: Adapters | None = None  # None: all weights are trained
 
     @classmethod
@@ -108,8 +109,7 @@ class Trainer:
         if isinstance(fp8 := options.get("fp8"), Fp8):
             options = {**options, "fp8": None} | megatron_settings(fp8, device)
         model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
-        if isinstance(fp8, Fp8) and fp8.emulate:
-            emulate(model, fp8)
+        emulation = Emulation(model, fp8, groups.stage) if isinstance(fp8, Fp8) and fp8.emulate else None
         if traced is None:
             table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
             slices = slices_of(table, shape, layout)
@@ -126,13 +126,15 @@ class Trainer:
         chunks = wrap(model, reduced, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
+        if emulation is not None:
+            emulation.after_update()
         router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion  # which replays nothing
         router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
             router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8 if isinstance(fp8, Fp8) else None,
-            adapters=adapters,
+            emulation=emulation, adapters=adapters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -270,6 +272,8 @@ class Trainer:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
         grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device)
+        if self.emulation is not None:
+            self.emulation.after_update()
         totals = global_sums(sums.totals, counts=self._owns_outputs)
         value, count = totals.pop("loss"), totals.pop("count")
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}

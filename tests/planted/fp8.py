@@ -4,6 +4,7 @@ WEIGHTS = "unit/weights/test_fp8.py"
 SENT = f"{WEIGHTS}::test_every_engine_has_the_quantised_checkpoint"
 SEEN = f"{WEIGHTS}::test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_its_own_back"
 TRAINED = "unit/trainer/test_fp8.py"
+DELAYED = f"{TRAINED}::test_delayed_scales_change_with_updates_only_and_are_saved"
 PRODUCTS = f"{TRAINED}::test_products_are_those_of_operands_rounded_by_blocks"
 
 FP8 = [
@@ -51,5 +52,20 @@ FP8 = [
         "MULTIPLES[self.fp8.recipe] if self.fp8 else 1",
         "1",
         f"{TRAINED}::test_micro_batches_are_whole_blocks_of_tokens",
+    ),
+    (
+        "trainer/fp8.py",
+        "largest = self.history[:, operand].amax()",
+        "largest = self.history[0, operand]",
+        f"{TRAINED}::test_delayed_scales_are_of_earlier_updates",
+    ),
+    ("trainer/fp8.py", "and torch.is_grad_enabled()", "", DELAYED),
+    ("trainer/fp8.py", "lambda: rounding.history", "lambda: None", DELAYED),
+    ("trainer/fp8.py", "        if is_gradient:\n            self.observe(2, x_TK)\n", "", DELAYED),
+    (
+        "trainer/fp8.py",
+        "weight.copy_(rounding.of_weight(weight))",
+        "pass",
+        f"{TRAINED}::test_parameters_in_fp8_are_those_that_an_fp8_engine_gets",
     ),
 ]

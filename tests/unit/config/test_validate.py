@@ -191,11 +191,15 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["recipe=mxfp8 needs a GPU", "precision.fp8.emulate=true"]),
         (
-            {"precision": {"fp8": {"recipe": "delayed", "emulate": True}}},
+            {"precision": {"fp8": {"params": True, "emulate": True}}, "train": {"dtype": "fp32"}},
             {},
-            ["recipe=delayed cannot be emulated", "use tensorwise"],
+            ["fp8.params=true", "train.dtype=fp32", "set it to bf16"],
         ),
-        ({"precision": {"fp8": {"params": True, "emulate": True}}}, {}, ["fp8.params=true", "leave it at false"]),
+        (
+            {"precision": {"fp8": {"recipe": "tensorwise", "params": True, "emulate": True}}},
+            {},
+            ["recipe=tensorwise with params=true", "use blockwise"],
+        ),
         (
             {"precision": {"fp8": {"first_last_bf16": 1, "emulate": True}}},
             {},

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.algorithms.parity import Excess, Quantiles
+from megarl.checkpoint.torch_dist import stored_objects
 from megarl.config.section import Fp8
 from megarl.data.packing import plan_microbatches
 from megarl.launch.parity import measure_logprobs
 from megarl.models.fp8 import fp8_format, with_scales
 from megarl.models.shards import slices_of
-from megarl.trainer.fp8 import MULTIPLES, RECIPES, _Product
+from megarl.trainer.fp8 import MULTIPLES, RECIPES, Delayed, _Product
 from megarl.trainer.trainer import Trainer
 from megarl.weights.fp8 import Fp8Quantizer
 
@@ -154,12 +155,71 @@ def test_layers_at_both_ends_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+@pytest.mark.parametrize("recipe", MULTIPLES)
 def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
     trainer = build(tmp_path, megatron_options={"fp8": Fp8(recipe=recipe, emulate=True)})
     counts = [sum(microbatch.padded) for microbatch in trainer.microbatches(make_batch(num_rows=5, seed=1))]
     trainer.close()
     assert all(count % MULTIPLES[recipe] == 0 for count in counts), counts
+
+
+def test_delayed_scales_are_of_earlier_updates():
+    rounding, x = Delayed(), torch.tensor([[3.0, 40.0, -500.0]])
+    first = rounding.of_rows(x)
+    rounding.observe(0, x)
+    assert first.equal(by_blocks(x, 1, 3, power_of_2=False, dtype=torch.float8_e4m3fn).float()), "its own"
+    rounding.history[1, 0] = 50.0
+    assert rounding.of_rows(x)[0, 2] == -50.0, "clamped to the largest that is known"
+    assert rounding.of_rows(x)[0, 1] == 50 * 352 / 448, "40 / 50 x 448 = 358.4 is rounded to 352"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_delayed_scales_change_with_updates_only_and_are_saved(tmp_path):
+    trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": Fp8(recipe="delayed", emulate=True)}, dtype="bf16")
+    batch, delayed = make_batch(num_rows=8, seed=3), trainer.emulation._delayed
+    trainer.logprobs(batch)
+    trainer.emulation.after_update()
+    assert not any(each.history.any() for each in delayed), "a pass without gradient is no update"
+    seen = [gradients(trainer, 8) for _ in range(2)]
+    assert all(each.history[:2].all() and not each.history[2:].any() and not each.largest.any() for each in delayed)
+    name = "decoder.layers.2.mlp.linear_fc2.weight"
+    assert not seen[0][name].equal(seen[1][name])
+    saved = stored_objects(trainer.model[0].module)
+    kept = [entry.data for entry in saved.values() if isinstance(entry.data, Tensor)]
+    assert len(kept) == len(delayed) == 4 * WIDE["layers"]
+    before = trainer.logprobs(batch)
+    for each in delayed:
+        each.history.mul_(0.5)
+    assert not trainer.logprobs(batch).equal(before)
+    for each in kept:
+        each.mul_(2)
+    trainer.model[0].module.load_state_dict(
+        {**saved, **{key: entry.data for key, entry in saved.items()}}, strict=False
+    )
+    assert trainer.logprobs(batch).equal(before)
+    trainer.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
+    """Rounding them again changes nothing, and main weights keep what a small step adds."""
+    fp8, rounding = Fp8(params=True, emulate=True), RECIPES["blockwise"]
+    trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": fp8}, dtype="bf16", lr=1e-5)
+    names = [name for name in trainer.parameters_by_name() if "linear" in name and name.endswith("weight")]
+    assert len(names) == 4 * WIDE["layers"]
+
+    def are_rounded() -> bool:
+        weights = [trainer.parameters_by_name()[name] for name in names]
+        return all(rounding.of_weight(w, transposed=t).equal(w.float()) for w in weights for t in (False, True))
+
+    assert are_rounded()
+    before = {name: trainer.parameters_by_name()[name].clone() for name in names}
+    for _ in range(40):
+        gradients(trainer, 8)
+    after = trainer.parameters_by_name()
+    trainer.close()
+    changed = sum(int((after[name] != before[name]).sum()) for name in names) / sum(w.numel() for w in before.values())
+    assert 0.01 < changed < 0.9, "40 steps of 1e-5 carry some weights of 0.02 to the next number"
 
 
 @pytest.mark.usefixtures("one_rank")
