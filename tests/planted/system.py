@@ -168,8 +168,8 @@ SYSTEM = [
     ),
     (
         "config/validate.py",
-        'if algorithm.use_rollout_logprobs and algorithm.correction != "none":',
-        "if False:",
+        'algorithm.use_rollout_logprobs and algorithm.correction != "none"',
+        "False",
         f"{VALIDATE}::test_refusals",
     ),
     (
