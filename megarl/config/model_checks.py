@@ -174,7 +174,7 @@ def _divides(name: str, size: int, by: str, count: int) -> None:
 def check_critic(config: Config, shape: ModelShape) -> None:
     critic, steps = config.critic, config.train.steps
     if not config.algorithm.needs_critic:
-        remedy = f"algorithm.advantage={config.algorithm.advantage} has no critic; remove it, or use preset=ppo"
+        remedy = f"advantage={config.algorithm.advantage} has no critic; remove it, or use algorithm.preset=ppo"
         return refuse({f"critic.{key}={value}, but {remedy}": value != getattr(Critic(), key) for key, value in critic})
     problems = {
         f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it": critic.min_lr > critic.lr,
