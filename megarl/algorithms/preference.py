@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from megarl.algorithms.objective import Objective, planned_rows
 from megarl.algorithms.rows import Rows, at_least_fp32
-from megarl.config.stage_sections import Dpo
+from megarl.config.section import Dpo
 from megarl.platform.device import to_device
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, PreferenceBatch, ScoredBatch, TokenLosses, TokenOutputs
 

@@ -8,11 +8,10 @@ A conversion moves parameters, one by one, from a Source to a Target. Either for
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,39 +19,16 @@ from torch import Tensor
 from megarl.models.shards import ShardSlice
 from megarl.weights.placement_check import slice_checksum
 
+if TYPE_CHECKING:
+    from megarl.checkpoint.hf_folder import HfFolder
+    from megarl.checkpoint.torch_dist import MegatronFolder
+
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
     name: str
     params: tuple[str, ...]
     nbytes: int
-
-
-class TensorFolder(Protocol):
-    """HfFolder or MegatronFolder."""
-
-    def dtype(self, name: str) -> torch.dtype: ...
-    def copy(self, box: ShardSlice, parameter: Tensor) -> None: ...
-
-
-class Target(Protocol):
-    files: list[OutputFile]
-
-    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> Any:
-        """Write a file from its parameters, in order, and flush it. Returns a picklable result for `finish`."""
-        ...
-
-    def rounded(self, param: str, flat: Tensor) -> Tensor:
-        """Returns the parameter as it will be read back, if it is written as `flat`."""
-        ...
-
-    def finish(self, folder: Path, results: list[Any]) -> None:
-        """Write the metadata of all files."""
-        ...
-
-    def reopen(self, folder: Path) -> Source:
-        """Open the finished folder. Raises ValueError if it is incomplete."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +83,7 @@ class Source:
 
     conversion_map: ConversionMap
     slices: Mapping[str, Sequence[ShardSlice]]  # by parameter
-    folder: TensorFolder
+    folder: HfFolder | MegatronFolder
 
     def dtype(self, param: str) -> torch.dtype:
         return self.folder.dtype(self.slices[param][0].name)

@@ -2,10 +2,9 @@
 
     source --read ahead--> target's files in .NAME.part, each with a record --read back--> checksums agree --> NAME
 
-A record is written once its file is complete and on disk, so a killed conversion resumes after the last one.
-Every HF tensor's checksum is computed while the source is read (as the target's format rounds it, if that is a block
-format), and again from the finished target. At any time a few parameters are in memory (an expert's, a layer's, the
-embedding), however large the model is.
+A record is written once its file is on disk, so a killed conversion resumes after the last one. Every HF tensor's
+checksum is computed while the source is read (as a block format rounds it), and again from the finished target. Only a
+few parameters are in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, Target
-from megarl.checkpoint.hf_files import copy_model_files
+from megarl.checkpoint.conversion_map import OutputFile, Source
+from megarl.checkpoint.hf_files import HfTarget, copy_model_files
 from megarl.checkpoint.pickles import load_pickle
+from megarl.checkpoint.torch_dist import MegatronTarget
 from megarl.platform.atomic import sync_path, write_atomic
 from megarl.types import CheckFailed
 
-READERS = 2  # threads
-AHEAD = READERS  # parameters read ahead of the writer
+READERS = 2  # threads, and parameters read ahead of the writer
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"
 
 
@@ -43,19 +42,15 @@ class Converted:
 
 @dataclass(frozen=True)
 class Conversion:
-    conversion_map: ConversionMap
     source: Source
     source_folder: Path
-    target: Target
+    target: HfTarget | MegatronTarget
     origin: Path  # folder of config and tokenizer
     identity: str  # only an interrupted conversion of the same identity is continued
     progress: Callable[[str, int], None]  # ("write" or "verify", additional bytes)
 
     def run(self, folder: Path) -> Converted:
-        """Write and verify `folder`, which must not exist.
-
-        Raises ValueError if it exists, CheckFailed if the disk is full or the target differs from the source.
-        """
+        """Writes, verifies `folder`. Raises ValueError if it exists, CheckFailed if the disk fails or data differs."""
         if folder.exists():
             raise ValueError(f"{folder} already exists; remove it, or choose another folder")
         files, staging = self.target.files, folder.with_name(f".{folder.name}.part")
@@ -92,14 +87,12 @@ class Conversion:
         for file in files:
             left -= file.nbytes
             if left < 0:
-                total = sum(file.nbytes for file in files)
-                raise CheckFailed(
-                    f"{staging / file.name}: not enough disk space for {self._tensor(file.params[0])}: "
-                    f"the conversion writes {total} bytes, {free} are free; make room, or choose another disk"
-                )
+                sizes = f"the conversion writes {sum(file.nbytes for file in files)} bytes, {free} are free"
+                problem = f"not enough disk space for {self._tensor(file.params[0])}: {sizes}"
+                raise CheckFailed(f"{staging / file.name}: {problem}; make room, or choose another disk")
 
     def _tensor(self, param: str) -> str:
-        return self.conversion_map.hf_slices[param][0].name
+        return self.source.conversion_map.hf_slices[param][0].name
 
     def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
         """Write one file from scratch, then its record."""
@@ -125,9 +118,9 @@ class Conversion:
     def _read(self, param: str) -> tuple[Tensor, Counter[str], Counter[str]]:
         """Returns the parameter, and its checksums in the target and in the source."""
         flat = self.source.read(param)
-        before = self.conversion_map.checksums(param, flat)
+        before = self.source.conversion_map.checksums(param, flat)
         rounded = self.target.rounded(param, flat)
-        return flat, before if rounded is flat else self.conversion_map.checksums(param, rounded), before
+        return flat, before if rounded is flat else self.source.conversion_map.checksums(param, rounded), before
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
         """Describes how the finished folder differs from the source, naming tensors; "" if it does not."""
@@ -135,7 +128,7 @@ class Conversion:
         def read(param: str) -> Counter[str]:
             flat = written.read(param)
             self.progress("verify", flat.nbytes)
-            return self.conversion_map.checksums(param, flat)
+            return self.source.conversion_map.checksums(param, flat)
 
         actual: Counter[str] = Counter()
         try:
@@ -144,13 +137,9 @@ class Conversion:
                 actual.update(sums)
         except ValueError as error:
             return f"the written files cannot be read back: {error}"
+        remedy = "run the conversion again, and check the disk and the memory if it fails twice"
         wrong = [name for name in expected if (expected[name] - actual[name]) % (1 << 64)]
-        if not wrong:
-            return ""
-        return (
-            f"{staging}: {_some(wrong)} differ from the source when read back; run the conversion again, and "
-            "check the disk and the memory if it fails twice"
-        )
+        return f"{staging}: {_some(wrong)} differ from the source when read back; {remedy}" if wrong else ""
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
@@ -177,10 +166,10 @@ def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequ
     """Yields `read(param)` in order, while threads read the next parameters."""
     pending: deque[Future[Any]] = deque()
     try:
-        for number in range(len(params) + AHEAD):
+        for number in range(len(params) + READERS):
             if number < len(params):
                 pending.append(readers.submit(read, params[number]))
-            if number >= AHEAD:
+            if number >= READERS:
                 yield pending.popleft().result()
     finally:
         for future in pending:
@@ -192,13 +181,9 @@ def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
     if not (source / CHECKSUMS).is_file():
         return ""
     made = {line[18:]: line[:16] for line in (source / CHECKSUMS).read_text().splitlines()}
+    remedy = f"according to {CHECKSUMS}; create it again, or remove {CHECKSUMS} if the change is intended"
     wrong = [name for name, value in checksums.items() if made.get(name) != value]
-    if not wrong:
-        return ""
-    return (
-        f"{source}: {_some(wrong)} changed since the folder was created, according to {CHECKSUMS}; create it again, "
-        f"or remove {CHECKSUMS} if the change is intended"
-    )
+    return f"{source}: {_some(wrong)} changed since the folder was created, {remedy}" if wrong else ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,9 +4,8 @@
     objects in *.distcp                   torch.load(weights_only=True), with numpy's names, for its random state
     common.pt                             Megatron-Core loads it with weights_only=True
 
-torch.distributed.checkpoint 2.13 loads `.metadata` with pickle.load and objects with weights_only=False, whoever calls
-it, and Megatron-Core 0.16 and 0.19 have no option either. `install` replaces both for the process. Delete it when torch
-loads both safely; tests/unit/checkpoint/test_pickles.py fails without it.
+torch.distributed.checkpoint 2.13 loads `.metadata` with pickle.load and objects with weights_only=False, without an
+option. `install` replaces both for the process; delete it when torch loads both safely (test_pickles.py).
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ NUMPY = [
 class UnsafePickleError(ValueError):
     """A pickle names a class or function that a checkpoint does not contain."""
 
-    @classmethod
-    def of(cls, file: object, name: str) -> UnsafePickleError:
-        return cls(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
+    def __init__(self, file: object, name: str) -> None:
+        super().__init__(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -62,7 +60,7 @@ class SafeUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in ALLOWED:
             return super().find_class(module, name)
-        raise UnsafePickleError.of(self._file, f"{module}.{name}")
+        raise UnsafePickleError(self._file, f"{module}.{name}")
 
 
 def load_pickle(stream: IO[bytes]) -> Any:
@@ -76,7 +74,7 @@ def load_object(stream: IO[bytes], file: str) -> Any:
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise UnsafePickleError.of(file, name[1]) from None
+            raise UnsafePickleError(file, name[1]) from None
         raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():
@@ -100,8 +98,7 @@ def check_pickles(folder: Path) -> None:
                     stream.seek(place.offset)
                     load_object(io.BytesIO(stream.read(place.length)), str(file))
         file = folder / "common.pt"
-        with file.open("rb") as stream:
-            load_object(stream, str(file))
+        load_object(io.BytesIO(file.read_bytes()), str(file))
     except UnsafePickleError:
         raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle fails in many ways)

@@ -3,9 +3,8 @@
     state --host copy--> [thread] .step_<n>.part --all ranks wrote--> step_<n>, then `latest`; older ones are removed
 
 A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the prompts' cursor, the
-objective's state, each rank's RNG states. The files are written during the next rollout, and their folder is
-renamed at a later boundary, when every rank's are complete. If a check stops a run in the middle of a step, the
-boundary before it can still be saved.
+objective's state, each rank's RNG states. The files are written during the next rollout, and their folder is renamed
+at a later boundary. If a check stops a run in the middle of a step, the boundary before it can still be saved.
 """
 
 from __future__ import annotations
@@ -93,10 +92,7 @@ class Checkpoints:
         self._writing: tuple[int, Writing] | None = None  # step
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
-        """Called once a step, between update and publish.
-
-        Raises CheckFailed if an earlier checkpoint could not be written.
-        """
+        """Called once a step, between update and publish. Raises CheckFailed if an earlier one could not be written."""
         self._now = _Boundary(step, state, self.prompts.state())
         if self._writing is not None:
             is_done = torch.tensor(int(not self._writing[1].thread.is_alive()))
@@ -124,8 +120,8 @@ class Checkpoints:
             "state": asdict(now.state),
             "prompts": dict(now.prompts),
             "world": dist.get_world_size(),
+            "states": {name: part.state() for name, part in self.further.states.items()},
         }
-        common |= {"states": {name: part.state() for name, part in self.further.states.items()}}
         scalars, tensors = {"run": common}, []
         with self.further.onloaded():
             for prefix, trained in self._models().items():
@@ -148,10 +144,7 @@ class Checkpoints:
         self._saved = self._now.step
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written and rename it to its final name; call at the end of a run.
-
-        Raises CheckFailed if it could not be written.
-        """
+        """Waits for the files, and renames their folder; call at the end of a run. Raises CheckFailed if one failed."""
         if self._writing is None:
             return
         step, writing = self._writing
@@ -175,8 +168,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(".step_*.part"):  # left by runs that were killed
                 shutil.rmtree(unfinished, ignore_errors=True)
-        source = self._find(resume)
-        if source is None:
+        if (source := self._find(resume)) is None:
             return 0, self._now.state
         saved: Any = dist_checkpointing.load_common_state_dict(str(source))
         common = saved["run"]
@@ -192,10 +184,8 @@ class Checkpoints:
         except ValueError as difference:
             error = str(difference)
         if errors := [error for error in gather_values(error) if error]:
-            raise ValueError(
-                f"{source} is not a checkpoint of this model: {errors[0]}; resume with the model it was saved from, or "
-                "start over with checkpoint.resume=never"
-            )
+            remedy = "resume with the model it was saved from, or start over with checkpoint.resume=never"
+            raise ValueError(f"{source} is not a checkpoint of this model: {errors[0]}; {remedy}")
         objects = self._objects() | (_sharded_random() if same_world else {})
         loaded: Any = dist_checkpointing.load(objects, str(source))
         for prefix, trained in self._models().items():
@@ -206,8 +196,9 @@ class Checkpoints:
         self.prompts.restore(common["prompts"])
         for name, part in self.further.states.items():
             part.restore(common["states"][name])
-        if same_world:
-            _set_random(loaded["random"])
+        for name, (_, restore) in _generators().items() if same_world else ():
+            if name in loaded["random"]:
+                restore(loaded["random"][name])
         state = ObjectiveState(**{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])})
         self._now = _Boundary(int(common["step"]), state, common["prompts"])
         self._saved = self._now.step
@@ -230,14 +221,11 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 self.say(f"megarl: skipping checkpoint {folder}: {wrong}")
         if skipped:
-            raise ValueError(
-                f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); restore or remove them, or start "
-                "over with checkpoint.resume=never"
-            )
+            remedy = "restore or remove them, or start over with checkpoint.resume=never"
+            raise ValueError(f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); {remedy}")
         return None
 
     def _models(self) -> dict[str, Trained]:
-        """By the prefix of their names."""
         return {"": self.trained, **self.further.models}
 
     def _objects(self) -> dict[str, Any]:
@@ -287,25 +275,21 @@ def _wrong(folder: Path) -> str:
     return ", ".join(text for errors in gather_values(wrong) for text in errors)
 
 
-def _sharded_random() -> dict[str, ShardedObject]:
-    """This rank's RNG states, to be restored on the same rank of a world of the same size."""
+def _generators() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The functions that return and set the state of each random generator, by name."""
     megatron: Any = get_cuda_rng_tracker()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-        "megatron": megatron.get_states(),
+    generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "python": (random.getstate, random.setstate),
+        "megatron": (megatron.get_states, megatron.set_states),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        generators["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    return generators
+
+
+def _sharded_random() -> dict[str, ShardedObject]:
+    """This rank's RNG states, to be restored on the same rank of a world of the same size."""
+    state = {name: get() for name, (get, _) in _generators().items()}
     return {"random": ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))}
-
-
-def _set_random(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    megatron: Any = get_cuda_rng_tracker()
-    megatron.set_states(state["megatron"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -1,8 +1,7 @@
 """Reads Megatron distributed checkpoints (`torch_dist`) tensor by tensor, and converts from and to them.
 
-Conversions take names and shapes from `sharded_state_dict` and use torch.distributed.checkpoint, with one parameter in
-memory at a time. They read what `megatron.core.dist_checkpointing.save` writes, and its `load` reads what they write,
-in any layout.
+Conversions take names and shapes from `sharded_state_dict`. They read what `megatron.core.dist_checkpointing.save`
+writes, and its `load` reads what they write, in any layout.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, vi
 from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice
 
-CRITIC, REWARD_MODEL, REFERENCE = "critic.", "reward_model.", "reference."  # begin the names of other models' tensors
+OTHER_MODELS = CRITIC, REWARD_MODEL, REFERENCE = "critic.", "reward_model.", "reference."  # begin names of tensors
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -116,11 +115,8 @@ class MegatronFolder:
             raise
         except Exception as error:  # a damaged pickle fails in many ways
             raise ValueError(f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again") from error
-        self.tensors = {
-            key: tensor
-            for key, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        }
+        entries = metadata.state_dict_metadata.items()
+        self.tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
         self._chunks: dict[tuple[str, tuple[int, ...]], TensorStorageMetadata] = {}  # by key and layer, or expert
 
@@ -147,20 +143,15 @@ class MegatronFolder:
         for key, shape in stored.shapes.items():
             self.expect(key, shape, num_stacked[key], key in stored.padded)
         for key in self.tensors:
-            if (
-                key not in stored.shapes
-                and "optimizer.state." not in key
-                and not key.startswith((CRITIC, REWARD_MODEL, REFERENCE))
-            ):
+            if key not in stored.shapes and "optimizer.state." not in key and not key.startswith(OTHER_MODELS):
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():
             size = sizes.get(place.relative_path, 0)
             if index.fqn in stored.shapes and size < place.offset + place.length:
-                raise ValueError(
-                    f"{self._folder / place.relative_path} has {size} bytes, but {index.fqn} at {tuple(index.offset)} "
-                    f"ends at byte {place.offset + place.length}: the file is truncated or missing"
-                )
+                tensor = f"{index.fqn} at {tuple(index.offset)} ends at byte {place.offset + place.length}"
+                file = self._folder / place.relative_path
+                raise ValueError(f"{file} has {size} bytes, but {tensor}: the file is truncated or missing")
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].properties.dtype
@@ -179,8 +170,6 @@ class MegatronFolder:
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Passes the reader the tensor to fill."""
-
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
@@ -212,8 +201,8 @@ class MegatronTarget:
             OutputFile(f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group)))  # torch's name for a rank's
             for number, group in enumerate(groups)
         ]
-        self._plans = [SavePlan([self._item(box) for param in group for box in self._chunks(param)])
-                       for group in groups]  # fmt: skip
+        items = ([self._item(box) for param in group for box in self._chunks(param)] for group in groups)
+        self._plans = list(map(SavePlan, items))
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in conversion_map.stored.objects]
         self._plans[0].items.extend(objects)
 

@@ -2,8 +2,8 @@
 
     host copies -> plan (collective) -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
 
-The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs an engine and its
-threads. Only disk work runs on the thread; all collectives run on the caller's.
+The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs an engine. It does
+disk work only; all collectives run on the caller's thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class Writing:
     """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""
 
     def __init__(self, common: dict[str, Any], sharded: dict[str, Any], folder: Path) -> None:
-        """Plan; the tensors of `sharded` must not change until `finish` returns. `folder` exists and is empty.
-
-        `common` is plain data, the same on every rank.
-        """
+        """`common`: plain data, the same on every rank; `sharded`: must not change until `finish`; `folder`: empty."""
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
@@ -56,10 +53,7 @@ class Writing:
         self.thread.start()
 
     def finish(self) -> None:
-        """Wait for all ranks' files, then complete the checkpoint.
-
-        Raises CheckFailed on every rank if one of them could not write.
-        """
+        """Waits for all ranks' files, then completes the checkpoint. Raises CheckFailed if a rank could not write."""
         self.thread.join()
         with _removing(self.folder):
             errors = gather_values(self._error)

@@ -70,11 +70,10 @@ def check_library_options(config: Any) -> Iterator[str]:
                 raise ValueError(f"{key}.{name} is not a field of {owner}; {remedy}")
             if not _matches(name, harmless):
                 broken = next(what for names, what in breaks.items() if _matches(name, names))
+                problem = f"{key}.{name}={value} may break a guarantee: {broken}"
                 if not is_unsafe:
-                    raise ValueError(
-                        f"{key}.{name}={value} may break a guarantee: {broken}; remove it, or set {key}.unsafe=true"
-                    )
-                yield f"{key}.{name}={value} may break a guarantee: {broken}; {key}.unsafe=true accepts that"
+                    raise ValueError(f"{problem}; remove it, or set {key}.unsafe=true")
+                yield f"{problem}; {key}.unsafe=true accepts that"
 
 
 def _matches(name: str, patterns: str) -> bool:

@@ -4,16 +4,15 @@
     preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
     k=v ----+
 
-Explicit values take precedence over the preset's. Every error is a one-line `ValueError` with the key, its value, where
-it is set, and the allowed values.
+Explicit values take precedence over the preset's. Errors are one line: key, value, where it is set, what is allowed.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -55,13 +54,10 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads the config in `path` and applies `overrides` ("section.key=value").
-
-    Raises ValueError or FileNotFoundError with a one-line message.
-    """
+    """Reads a config and applies `overrides` ("section.key=value"). Raises ValueError or FileNotFoundError."""
     file = Path(path)
     if not file.is_file():
-        stems = difflib.get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
+        stems = get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
         near = " or ".join(f"{file.parent / stem}.yaml" for stem in stems)
         hint = f"did you mean {near}?" if near else "pass a YAML file"
         raise FileNotFoundError(f"config {file} does not exist; {hint}")
@@ -75,10 +71,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(values: Mapping[str, Any], lines: Mapping[str, str] | None = None) -> Config:
-    """Builds a config from nested dicts. Raises ValueError with a one-line message.
-
-    `lines` maps dotted keys to where they are set, for error messages.
-    """
+    """Builds a config from nested dicts; `lines`: dotted key -> where it is set, for errors. Raises ValueError."""
     merged, lines = deepcopy(dict(values)), lines or {}
     algorithm = merged.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
@@ -150,9 +143,8 @@ def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line
         nonlocal count
         count += 1
         if count > MAX_NODES or depth > MAX_DEPTH:
-            raise _yaml_error(
-                node.start_mark, f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
-            )
+            problem = f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
+            raise _yaml_error(node.start_mark, problem)
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
             raise _yaml_error(node.start_mark, f"{_short(node.value)} is a number of more than {MAX_DIGITS} digits")
         if isinstance(node, yaml.SequenceNode):
@@ -185,9 +177,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip().removeprefix("--")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
-        raise ValueError(
-            f"{text!r} on the command line is not an override; write section.key=value, e.g. train.steps=10"
-        )
+        raise ValueError(f"{text!r} on the command line is no override; write section.key=value, e.g. train.steps=10")
     try:
         return key, _parse_yaml(raw)
     except yaml.YAMLError as error:
@@ -287,11 +277,9 @@ def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
             section = _section(section.model_fields[part].annotation) or section
     everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
     near = [known for known, last in everywhere.items() if last == name][:3]
-    near = near or [
-        ".".join([*path[:-1], close]) for close in difflib.get_close_matches(name, section.model_fields, n=2)
-    ]
+    near = near or [".".join([*path[:-1], close]) for close in get_close_matches(name, section.model_fields, n=2)]
     if not near:
-        close = difflib.get_close_matches(name, everywhere.values(), n=1)
+        close = get_close_matches(name, everywhere.values(), n=1)
         near = [known for known, last in everywhere.items() if last in close][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(section.model_fields)}"
     return f"unknown key {key} {_origin(key, lines)}; {hint}"

@@ -1,19 +1,30 @@
-"""Checks of models: that parallel sizes divide the policy's, and of those beside it. Errors list what would work."""
+"""Checks of the policy (parallel sizes, FP8, adapters) and of the models beside it. Errors list what would work."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config, Critic
-from megarl.config.section import Fp8
+from megarl.config.section import Fp8, Lora, refuse
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.fp8 import ROWS, fp8_format
 from megarl.models.hub import model_folder
-from megarl.models.registry import read_model
+from megarl.models.lora import CONFIG, adapter_table, targets_of
+from megarl.models.registry import megatron_table, read_model
 from megarl.models.shape import ModelShape
+from megarl.models.shards import Table
 from megarl.platform.env import has_bf16_products
+from megarl.platform.json_text import parse_json
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
 CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
+MAX_ENGINE_RANK = 512  # vLLM 0.32
+UNSUPPORTED = (  # of PEFT: settings that change what an adapter computes, and lists of modules that are stored whole
+    "use_dora", "use_rslora", "use_qalora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias",
+    "layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices", "fan_in_fan_out",
+)  # fmt: skip
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
@@ -26,10 +37,8 @@ def check_model(config: Config, shape: ModelShape) -> None:
             _divides("intermediate", shape.intermediate, axis, ranks)
     _divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     if shape.kv_heads % engine and engine % shape.kv_heads:  # vLLM replicates key-value heads
-        raise ValueError(
-            f"kv_heads={shape.kv_heads} and rollout.tensor={engine}: one must divide the other; "
-            f"choose rollout.tensor from the divisors or multiples of {shape.kv_heads}"
-        )
+        heads = f"kv_heads={shape.kv_heads}"
+        raise ValueError(f"rollout.tensor={engine} is neither a divisor nor a multiple of {heads}; choose one that is")
     if virtual > 1 and sizes.pipeline == 1:
         raise ValueError(f"parallel.virtual_pipeline={virtual} needs pipelining; set it to 1, or pipeline to 2 or more")
     stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual)
@@ -47,64 +56,50 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     sizes, tensor, expert = config.parallel, config.rollout.tensor, config.rollout.expert
     _divides("experts", shape.experts, "parallel.expert", sizes.expert)
     _divides("moe_intermediate", shape.moe_intermediate, "parallel.expert_tensor", sizes.expert_tensor)
-    if shape.out_bias and sizes.expert_tensor > 1:  # every rank would add the bias to the sum
-        raise ValueError(
-            f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have biases, which "
-            "Megatron-Core supports only with 1; set it to 1, and use parallel.expert instead"
-        )
     if expert == 1:
         _divides("moe_intermediate", shape.moe_intermediate, "rollout.tensor", tensor)
     _divides("experts", shape.experts, "rollout.expert", expert)
-    if expert > 1 and expert % tensor:
-        raise ValueError(
-            f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM distributes experts over all "
-            f"ranks of a replica; use {-(-expert // tensor) * tensor}, or 1"
-        )
     router, chosen = shape.router, shape.experts_per_token
-    if router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1:
-        raise ValueError("norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; set it to true")
-    if router.groups > 1 and chosen != 2 * router.groups_per_token:
-        raise ValueError(
-            f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token}, n_group={router.groups}: "
-            "Megatron-Core scores a group by its best num_experts_per_tok / topk_group experts, but the model by its "
-            "best 2; num_experts_per_tok must be 2 * topk_group"
-        )
+    problems = {  # each rank would add the bias to the sum
+        f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have biases, which Megatron-"
+        "Core supports only with 1; set it to 1, and use parallel.expert": shape.out_bias and sizes.expert_tensor > 1,
+        f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM distributes experts over all "
+        f"ranks of a replica; use {-(-expert // tensor) * tensor}, or 1": expert > 1 and expert % tensor,
+        "norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; "
+        "set it to true": router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1,
+        f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token}, n_group={router.groups}: Megatron-Core "
+        "scores a group by its best num_experts_per_tok / topk_group experts, but the model by its best 2; "
+        "num_experts_per_tok must be 2 * topk_group": router.groups > 1 and chosen != 2 * router.groups_per_token,
+    }
+    refuse(problems)
 
 
 def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
-    mode, train = config.rollout.router_replay, config.train
+    mode, train, stage, chosen = config.rollout.router_replay, config.train, config.stage, shape.experts_per_token
     if mode == "none":
         return
     updates = train.updates_per_step * train.epochs_per_batch
+    fuses = config.trainer.megatron_options.get("moe_router_fusion", False)
     problems = {
         f"but the model ({shape.family}) has no experts; set it to none": not shape.is_moe,
-        f"which {shape.family} on Megatron-Bridge does not support; set it to none": shape.bridge is not None,
-        f"but experts_per_token={shape.experts_per_token}; it needs 2 or more, set it to none": (
-            shape.experts_per_token == 1
-        ),
-        f"but stage={config.stage} has no policy gradient on samples; set it to none": (
-            config.stage not in ("rl", "iterative_grpo")
-        ),
-        "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that": (
-            config.trainer.megatron_options.get("moe_router_fusion", False)
-        ),
+        f"which {shape.family} on Megatron-Bridge does not support; set it to none": shape.bridge,
+        f"but experts_per_token={chosen}; it needs 2 or more, set it to none": chosen == 1,
+        f"but stage={stage} has no policy gradient on samples; set it to none": stage not in ("rl", "iterative_grpo"),
+        "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that": fuses,
         "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that": (
             mode == "engine" and config.rollout.enforce_eager is False and not gpus
         ),
         "which has no effect with one update per batch, that records its own routes; raise train.updates_per_step or "
         "epochs_per_batch, or use engine": mode == "trainer" and updates == 1,
     }
-    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
-        raise ValueError(f"rollout.router_replay={mode}, {problem}")
+    refuse({f"rollout.router_replay={mode}, {text}": is_wrong for text, is_wrong in problems.items()})
 
 
 def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
     """Raises ValueError where Transformer Engine has no kernel; the attention used on a CPU does not need it."""
     if shape.sinks and config.parallel.context > 1:
-        raise ValueError(
-            f"parallel.context={config.parallel.context}, but {shape.family}'s attention sinks are not supported with "
-            "context parallelism on a GPU (Transformer Engine has no kernel for it); set it to 1"
-        )
+        problem = f"{shape.family}'s attention sinks have no kernel for it on a GPU; set it to 1"
+        raise ValueError(f"parallel.context={config.parallel.context}, but {problem}")
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
@@ -115,15 +110,12 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
         sizes[f"moe_intermediate / {engine}"] = shape.moe_intermediate // engine
     for name, size in sizes.items():
         if size % 32:
+            raise ValueError(f"{name} = {size} is not a multiple of 32, as vLLM needs on a CPU; change it or use a GPU")
+    if (latent := shape.latent) is not None:
+        if (latent.kv_lora_rank, latent.qk_rope_head_dim) != CPU_LATENT:
             raise ValueError(
-                f"{name} = {size} is not a multiple of 32, which vLLM's CPU MoE kernel needs; change it, or use a GPU"
-            )
-    if shape.latent is not None:
-        latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
-        if latent != CPU_LATENT:
-            raise ValueError(
-                f"kv_lora_rank={latent[0]}, qk_rope_head_dim={latent[1]}, but vLLM's MLA on CPU supports "
-                f"only {CPU_LATENT[0]} and {CPU_LATENT[1]}; choose these, or run on a GPU"
+                f"kv_lora_rank={latent.kv_lora_rank}, qk_rope_head_dim={latent.qk_rope_head_dim}, but vLLM's MLA on a "
+                f"CPU supports only {CPU_LATENT[0]} and {CPU_LATENT[1]}; choose these, or run on a GPU"
             )
     elif shape.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(
@@ -138,10 +130,7 @@ def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
     if rollout.quantization == "none":
         return
     if dtype != "bf16":
-        raise ValueError(
-            f"rollout.quantization=fp8 with train.dtype={dtype}: vLLM's FP8 kernels take bf16 activations; set "
-            "train.dtype=bf16"
-        )
+        raise ValueError(f"rollout.quantization=fp8 computes in bf16, not in train.dtype={dtype}; set train.dtype=bf16")
     rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
     if gpus and rows != ROWS[0]:
         raise ValueError(
@@ -161,64 +150,47 @@ def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
     """Raises ValueError for what FP8 training lacks here."""
     if (fp8 := config.precision.fp8) is None:
         return
-    where, ends = f"precision.fp8.recipe={fp8.recipe}", fp8.first_last_bf16
+    where, ends, is_delayed = f"precision.fp8.recipe={fp8.recipe}", fp8.first_last_bf16, fp8.recipe == "delayed"
+    first_last, dtype = f"precision.fp8.first_last_bf16={ends}", config.train.dtype
     problems = {
         f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
         "precision.fp8.emulate=true to round as it does": not gpus and not fp8.emulate,
         "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it": gpus and fp8.emulate,
         "precision.fp8.params=true is for emulation: Transformer Engine's parameters have not been tried; leave it at "
         "false": fp8.params and not fp8.emulate,
-        f"precision.fp8.params=true needs main weights in fp32, not train.dtype={config.train.dtype}; set it to bf16": (
-            fp8.params and config.train.dtype != "bf16"
+        f"precision.fp8.params=true needs main weights in fp32, not train.dtype={dtype}; set it to bf16": (
+            fp8.params and dtype != "bf16"
         ),
         f"{where} with params=true cannot be emulated: forward and backward round weights by other blocks; use "
         "blockwise": fp8.params and fp8.recipe != "blockwise",
-        f"{where} needs train.dtype=bf16 on a GPU, not {config.train.dtype}; set it": (
-            gpus and config.train.dtype != "bf16"
-        ),
-        f"precision.fp8.first_last_bf16={ends} leaves none of the {shape.layers} layers in FP8; lower it": (
-            2 * ends >= shape.layers
-        ),
-        f"precision.fp8.first_last_bf16={ends} with recipe=delayed is not supported by Megatron-Core; set it to 0": (
-            ends and fp8.recipe == "delayed"
-        ),
+        f"{where} needs train.dtype=bf16 on a GPU, not {dtype}; set it": gpus and dtype != "bf16",
+        f"{first_last} leaves none of the {shape.layers} layers in FP8; lower it": 2 * ends >= shape.layers,
+        f"{first_last} with recipe=delayed is not supported by Megatron-Core; set it to 0": ends and is_delayed,
     }
-    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
-        raise ValueError(problem)
+    refuse(problems)
 
 
 def _divides(name: str, size: int, by: str, count: int) -> None:
     if size % count:
-        divisors = [d for d in range(1, min(size, 64) + 1) if size % d == 0]
-        raise ValueError(
-            f"{name}={size} is not divisible by {by}={count}; choose {by} from {', '.join(map(str, divisors))}"
-        )
+        choice = ", ".join(str(divisor) for divisor in range(1, min(size, 64) + 1) if size % divisor == 0)
+        raise ValueError(f"{name}={size} is not divisible by {by}={count}; choose {by} from {choice}")
 
 
 def check_critic(config: Config, shape: ModelShape) -> None:
-    critic, advantage = config.critic, config.algorithm.advantage
+    critic, steps = config.critic, config.train.steps
     if not config.algorithm.needs_critic:
-        for key, value in critic:
-            if value != getattr(Critic(), key):
-                raise ValueError(
-                    f"critic.{key}={value}, but algorithm.advantage={advantage} has no critic; remove it, or use "
-                    "algorithm.preset=ppo"
-                )
-        return
-    if critic.min_lr > critic.lr:
-        raise ValueError(f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it")
-    if critic.warmup_steps >= config.train.steps > 0:
+        remedy = f"advantage={config.algorithm.advantage} has no critic; remove it, or use algorithm.preset=ppo"
+        return refuse({f"critic.{key}={value}, but {remedy}": value != getattr(Critic(), key) for key, value in critic})
+    problems = {
+        f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it": critic.min_lr > critic.lr,
+        f"critic.warmup_steps={critic.warmup_steps} covers all train.steps={steps}, so the policy is never updated; "
+        "lower it": critic.warmup_steps >= steps > 0,
+    }
+    refuse(problems)
+    if critic.model is not None and (vocab := _beside(config, "critic.model", critic.model).vocab) != shape.vocab:
         raise ValueError(
-            f"critic.warmup_steps={critic.warmup_steps} covers all train.steps={config.train.steps}, so the policy "
-            "is never updated; lower it"
-        )
-    if critic.model is None:
-        return
-    other = _beside(config, "critic.model", critic.model)
-    if other.vocab != shape.vocab:
-        raise ValueError(
-            f"critic.model={critic.model} has a vocabulary of {other.vocab}, but the policy's is {shape.vocab}; use a "
-            "model of the same tokenizer"
+            f"critic.model={critic.model} has a vocabulary of {vocab}, but the policy's is {shape.vocab}; use a model "
+            "of the same tokenizer"
         )
 
 
@@ -235,8 +207,8 @@ def check_reward_model(config: Config, shape: ModelShape) -> None:
     if config.stage == "reward_model" and shape.bridge is not None:
         raise ValueError(f"stage=reward_model does not support {shape.family}, which has no table; use another model")
     if options.head == "scalar" and options.aggregate != "last":
-        text = f"reward_model.aggregate={options.aggregate} needs the scores of all tokens"
-        raise ValueError(f"{text}; set reward_model.head=token")
+        problem = "needs the scores of all tokens; set reward_model.head=token"
+        raise ValueError(f"reward_model.aggregate={options.aggregate} {problem}")
     if options.process and (options.head, options.centre, options.average) != ("scalar", 0.0, "pairs"):
         raise ValueError("reward_model.process=true has no pairs; remove reward_model.head, centre and average")
 
@@ -284,15 +256,70 @@ def check_iterative(config: Config) -> None:
         "trains it, can begin with the policy's weights": model and not is_trained and not model.options.get("path"),
         f"train.steps={config.train.steps} is not divisible by iterative.iterations={iterations}; all iterations have "
         "equally many steps": is_iterative and config.train.steps % iterations,
-        "iterative.reward_model.train=true, but rewards has no `model`; add {name: model}, or set it to false": (
-            is_trained and not model
-        ),
+        "iterative.reward_model.train=true, but rewards has no `model`; "
+        "add {name: model}, or set it to false": is_trained and not model,
         "iterative.reward_model.labels must have a reward other than `model`, with a weight, to rank the samples that "
         "the reward model learns from; e.g. labels: [{name: accuracy}]": is_trained and not has_labels,
         f"iterative.reward_model.updates={updates.updates} exceeds its prompts={updates.prompts}, and each update "
         "needs one; lower it": is_trained and updates.updates > updates.prompts,
     }
-    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
-        raise ValueError(problem)
+    refuse(problems)
     if model and isinstance(path := model.options.get("path"), str):
         _beside(config, "rewards: name='model': path", path)
+
+
+def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
+    """Raises ValueError with the values and the remedy."""
+    lora, stage = config.lora, config.stage
+    if lora is None:
+        return
+    quantization, bias_rate = config.rollout.quantization, config.moe.bias_update_rate
+    has_critic = config.algorithm.needs_critic
+    second = "algorithm.advantage=gae" if has_critic else f"stage: {stage}"
+    problems = {
+        f"lora is set, but {shape.family} has no table; use a model with one, or remove lora": shape.bridge,
+        f"lora is set, but {second} trains a second head or model, which it does not adapt; remove lora": (
+            has_critic or stage in ("reward_model", "iterative_grpo")
+        ),
+        f"lora.dropout={lora.dropout} makes the trainer's log-probs differ from the engine's; set it to 0": (
+            lora.dropout and has_engine
+        ),
+        f"moe.bias_update_rate={bias_rate} changes the base model, which lora keeps; set it to 0": bias_rate,
+        f"lora is set, but rollout.quantization={quantization} would round away what small adapters add to the "
+        "weights; set rollout.quantization=none, or remove lora": quantization != "none" and has_engine,
+    }
+    refuse(problems)
+    table = adapter_table(megatron_table(shape), lora.targets, lora.rank)
+    if lora.sync == "adapter" and has_engine:
+        _check_engine(config, lora, shape, table)
+    if lora.path is not None:
+        _check_folder(lora, lora.path, table)
+
+
+def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -> None:
+    experts = ", ".join(targets_of(table.expert))
+    problems = {
+        "launch.topology=split moves whole weights": config.launch.topology == "split",
+        f"lora.targets has {experts} of experts, which vLLM cannot adapt here": experts,
+        "vLLM multiplies latent attention's projections in advance, without their adapters": shape.latent,
+        f"lora.rank={lora.rank} exceeds vLLM's largest, {MAX_ENGINE_RANK}": lora.rank > MAX_ENGINE_RANK,
+        "rollout.sleep_level=2 frees the engine's base weights, which are sent once": config.rollout.sleep_level == 2,
+    }
+    refuse({f"lora.sync=adapter: {text}; set lora.sync=merged": is_wrong for text, is_wrong in problems.items()})
+
+
+def _check_folder(lora: Lora, path: str, table: Table) -> None:
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(f"lora.path={path} has no {CONFIG}; set it to the folder of a PEFT adapter")
+    try:
+        values: Any = parse_json(file.read_bytes())
+        alpha, rank = float(values["lora_alpha"]), int(values["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the config of a LoRA adapter ({error!r}); set lora.path to one") from None
+    plain = dict.fromkeys(UNSUPPORTED) | {"bias": "none"}
+    if unsupported := [f"{key}={values[key]}" for key, off in plain.items() if (values.get(key) or off) != off]:
+        raise ValueError(f"{file}: {unsupported[0]} is not supported; use a plain LoRA adapter")
+    for key, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
+        if ours != theirs:
+            raise ValueError(f"lora.{key}={ours:g}, but the adapter in lora.path={path} has {theirs:g}; set it to that")

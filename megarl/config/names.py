@@ -34,13 +34,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "sft": (),
 }
 AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-)
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean",
+)  # fmt: skip
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
     "tis": ("cap", "floor"),

@@ -6,6 +6,7 @@ import string
 from typing import Any
 
 from megarl.config.schema import Create
+from megarl.config.section import refuse
 from megarl.models.registry import FAMILIES
 from megarl.models.shape import Family
 
@@ -66,23 +67,18 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
     supported = {name: family for name, family in FAMILIES.items() if family.architecture}
     if create.family not in supported:
         raise ValueError(f"model.create: family={create.family} is not supported; use one of {', '.join(supported)}")
-    if create.head_dim is None and create.hidden % create.heads:
-        sizes = f"hidden={create.hidden} is not divisible by heads={create.heads}"
-        raise ValueError(f"model.create: {sizes}; change one, or set head_dim")
-    if head_dim % 2:
-        raise ValueError(f"model.create: head_dim={head_dim} is odd, but rotary embeddings need it even; change it")
-    if create.heads % create.kv_heads:
-        sizes = f"heads={create.heads} is not divisible by kv_heads={create.kv_heads}"
-        raise ValueError(f"model.create: {sizes}; change one")
-    family = supported[create.family]
-    if family.is_moe != (create.experts > 0):
-        moe = ", ".join(name for name, other in supported.items() if other.is_moe)
-        remedy = "set model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
-        raise ValueError(f"model.create: family={create.family}, but experts={create.experts}; {remedy}")
-    if family.is_moe and create.experts_per_token > create.experts:
-        sizes = f"experts_per_token={create.experts_per_token} exceeds experts={create.experts}"
-        raise ValueError(f"model.create: {sizes}; lower it")
-    least = len(SPECIAL) + len(create.phrases) + 1
-    if create.vocab is not None and create.vocab < least:
-        raise ValueError(f"model.create: vocab={create.vocab} leaves no room for text; use at least {least}")
+    family, least = supported[create.family], len(SPECIAL) + len(create.phrases) + 1
+    moe = ", ".join(name for name, other in supported.items() if other.is_moe)
+    remedy = "set model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
+    heads, experts, chosen = create.heads, create.experts, create.experts_per_token
+    remainder = create.hidden % heads if create.head_dim is None else 0
+    problems = {
+        f"hidden={create.hidden} is not divisible by heads={heads}; change one, or set head_dim": remainder,
+        f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it": head_dim % 2,
+        f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one": heads % create.kv_heads,
+        f"family={create.family}, but experts={experts}; {remedy}": family.is_moe != (experts > 0),
+        f"experts_per_token={chosen} exceeds experts={experts}; lower it": family.is_moe and chosen > experts,
+        f"vocab={create.vocab} leaves no room for text; use at least {least}": (create.vocab or least) < least,
+    }
+    refuse({f"model.create: {text}": is_wrong for text, is_wrong in problems.items()})
     return family

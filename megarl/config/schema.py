@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Fp8, Iterative, Lora, Options, Reward, Section
-from megarl.config.stage_sections import Dpo, RewardModel, Sft
+from megarl.config.section import Dpo, Fp8, Iterative, Lora, Options, Reward, RewardModel, Section, Sft
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -70,12 +69,8 @@ class Task(Section):
     options: Options = {}  # passed to the task, for example reasoning-gym's settings
     mixture: tuple[MixturePart, ...] = ()  # several tasks, interleaved by weight; instead of name and options
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
-    # the system message, unless a problem's messages have one; it names the place where `answer` is looked for:
-    #   tag          Write the final answer between <answer> and </answer>.
-    #   boxed        Put the final answer within \\boxed{}.
-    #   last_line    Write the final answer alone on the last line.
-    #   last_number  End with the number that is the answer.
-    #   whole        Reply with the final answer only.
+    # the system message, unless a problem's messages have one; it names the place where `answer` is looked for: tag:
+    # between <answer> and </answer>; boxed: within \\boxed{}; last_line: alone on it; last_number: at the end; whole
     system_prompt: str | None = Field(default=None, min_length=1)
     template_args: Options = {}  # variables of the chat template, for example {enable_thinking: false}
     # the part of a response, after any thinking, that `accuracy` judges; auto: tag or boxed if present, else whole
@@ -184,8 +179,7 @@ class Critic(Section):
     clip: PositiveFloat | None = 0.2  # of the change of a value in a step's updates (VALUE_LOSSES); null: off
     # lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); None: as the advantage's
     lam: float | None = Field(default=None, ge=0, le=1)
-    # Of responses cut at rollout.max_tokens: the value after the last token counts as their remaining reward. Off, the
-    # episode ends there: the limit is part of the task, as the reward is, which is given for the cut response too.
+    # of responses cut at rollout.max_tokens: the value after the last token is their remaining reward; off: it is 0
     bootstrap_truncated: bool = False
 
 
@@ -262,9 +256,8 @@ class Precision(Section):
 
 
 class Sync(Section):
-    # Stage received weights (on the device while it has room, else on the host) until all ranks agree that checksums
-    # match, so that a failed sync leaves the engine's weights intact, if it has any: not after a sleep at level 2.
-    # False saves that memory: after a failed sync the engine refuses prompts.
+    # stage received weights (on the device while it has room, else on the host) until all ranks' checksums match, so
+    # that a failed sync leaves the engine's weights intact; False saves memory: the engine then refuses prompts
     atomic: bool = True
     round_bytes: PositiveInt = 512 << 20  # a rank sends and receives at most this much in one round
 
@@ -276,8 +269,7 @@ class Checkpoint(Section):
     resume: str = "auto"  # auto | never | the folder of a checkpoint
     # export a Hugging Face model: at the end, or every N steps and at the end
     export_hf: Literal["never", "end"] | PositiveInt = "never"
-    # bf16: not quantised, exactly the weights that were trained (in train.dtype). same: rounded to the block format of
-    # model.path, if it is quantised
+    # bf16: the weights as trained (in train.dtype); same: rounded to the block format of model.path, if it has one
     export_format: Literal["bf16", "same"] = "bf16"
 
 
@@ -303,8 +295,7 @@ class Moe(Section):
     """Router losses (megarl.trainer.moe), weighted like the policy loss, and the loss-free bias update."""
 
     aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss
-    # per_sequence: over each row, so it is the same in every layout. megatron: over whole micro-batches, like
-    # Megatron-Core's own, so its gradient depends on packing and on the number of data-parallel ranks
+    # per_sequence: over each row, the same in every layout; megatron: over micro-batches, so it depends on packing
     aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
     z_loss: NonNegativeFloat = 0.0  # coefficient of mean logsumexp(logits)^2
     bias_update_rate: NonNegativeFloat = 0.0  # of the expert bias of DeepSeek-V3's routers

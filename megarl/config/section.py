@@ -1,8 +1,8 @@
-"""The base of all sections of a config, some of them, and the remedy for names that they do not have."""
+"""The base of all sections of a config, some of them, and what all checks of a config share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -18,13 +18,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raises ValueError with the first message whose condition holds; `problems`: message -> condition."""
+    if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
+        raise ValueError(problem)
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        coerce_numbers_to_str=True,  # run.name=7 is a name
-        allow_inf_nan=False,
-    )
+    # run.name=7 is a name
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 class Reward(Section):
@@ -74,3 +76,34 @@ class Lora(Section):
     # merged: the engine gets base + adapters; adapter: it keeps the base, and later syncs move the adapters only
     sync: Literal["merged", "adapter"] = "merged"
     path: str | None = None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model
+
+
+class Sft(Section):
+    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
+    roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)  # of a conversation: whose turns are learned
+    patience: PositiveInt | None = None  # stop after as many evaluations without a lower held-out loss; null: never
+
+
+class Dpo(Section):
+    """Of the stages dpo and iterative_dpo (megarl.algorithms.preference)."""
+
+    beta: PositiveFloat = 0.1  # strength of the tie to the reference
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # of sigmoid and robust: the share of flipped labels
+    average: bool | None = None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
+    reference: Literal["initial", "previous"] = "initial"  # of iterative_dpo: the first model, or that of this round
+
+    @property
+    def averages(self) -> bool:
+        return self.loss == "ipo" if self.average is None else self.average
+
+
+class RewardModel(Section):
+    """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
+
+    head: Literal["scalar", "token"] = "scalar"  # the score of a response's last token, or aggregated from all tokens
+    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
+    centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
+    average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
+    process: bool = False  # one score at the last token of each step
+    separator: str = "\n"  # follows every step, and ends it

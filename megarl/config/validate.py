@@ -8,7 +8,6 @@ or a reward are in `megarl.launch.preflight`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,13 +16,11 @@ from typing import Any
 
 from megarl.config import model_checks, names
 from megarl.config.library_options import check_library_options
-from megarl.config.lora_checks import check_lora
 from megarl.config.names import ENGINE_STAGES
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config, Task
-from megarl.config.section import did_you_mean
-from megarl.config.topology import check_topology, fallbacks
+from megarl.config.section import did_you_mean, refuse
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
@@ -31,8 +28,9 @@ from megarl.models.shape import ModelShape
 from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 ENGINE_COMMANDS = ("eval", "parity", "sync")  # that start an engine whatever the stage is
-RESERVED = (  # keys that must keep their defaults
-    "rollout.expert",
+SPLIT_ONLY = (
+    "rollout.replicas", "rollout.max_staleness", "rollout.update_in_flight", "launch.dashboard", "launch.max_restarts",
+    "launch.fallback_layouts",
 )  # fmt: skip
 
 
@@ -53,12 +51,13 @@ class Job:
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     has_engine = config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS
-    _check_available(config)
+    if (expert := config.rollout.expert) > 1:
+        raise ValueError(f"rollout.expert={expert} is not available in this version; leave it at 1")
     shape = model_shape(config)
     gpus, is_split = count_gpus(), config.launch.topology == "split"
     smallest = smallest_world(config.parallel.sizes, 1 if is_split else config.rollout.tensor)
     world = env.world_size if env.has_launcher else config.launch.processes or (0 if is_split else gpus) or smallest
-    check_topology(config, env, shape, command)
+    _check_topology(config, env, shape, command)
     model_checks.check_model(config, shape)
     _check_moe(config, shape)
     model_checks.check_router_replay(config, shape, gpus)
@@ -73,7 +72,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_problems(config)
     _check_algorithm(config)
-    check_lora(config, shape, has_engine=has_engine)
+    model_checks.check_lora(config, shape, has_engine=has_engine)
     model_checks.check_critic(config, shape)
     model_checks.check_reward_model(config, shape)
     _check_preferences(config)
@@ -114,19 +113,43 @@ def model_shape(config: Config) -> ModelShape:
     if model.path is not None:
         return read_model(model_folder(model.path, model.revision))
     if model.create is None:
-        raise ValueError(
-            "no model is set; set model.path to the folder or hub id of a Hugging Face model, or model.create for a "
-            "random one"
-        )
+        raise ValueError("no model is set; set model.path to a Hugging Face model's folder or hub id, or model.create")
     return parse_model(hf_config(model.create), "model.create")
 
 
-def _check_available(config: Config) -> None:
-    """Raises ValueError for settings that this version reserves but does not implement."""
-    for key in RESERVED:
-        if (value := attrgetter(key)(config)) != (only := attrgetter(key)(Config())):
-            shown, default = json.dumps(value), json.dumps(only)
-            raise ValueError(f"{key}={shown} is not available in this version; leave it at {default}".replace('"', ""))
+def fallbacks(config: Config) -> list[Config]:
+    """The configs of launch.fallback_layouts, in their order."""
+    configs = list[Config]()
+    for layout in config.launch.fallback_layouts:
+        launch = config.launch.model_copy(update={"processes": layout.processes, "fallback_layouts": ()})
+        configs.append(config.model_copy(update={"launch": launch, "parallel": layout.parallel}))
+    return configs
+
+
+def _check_topology(config: Config, env: Env, shape: ModelShape, command: str) -> None:
+    """Refuses what the split topology does not do, and what only it does."""
+    if config.launch.topology == "colocated":
+        usual, remedy = Config(), "launch.topology=split; remove it, or set the topology"
+        getters = {key: attrgetter(key) for key in SPLIT_ONLY}
+        return refuse({f"{key}={of(config)} is for {remedy}": of(config) != of(usual) for key, of in getters.items()})
+    remedy, train, rollout = "set launch.topology=colocated", config.train, config.rollout
+    what = f"`megarl {command}`" if command != "train" else f"stage={config.stage}"
+    not_split = "is not available with launch.topology=split; leave it at none, or"
+    shared = "frees a GPU for the other side, but launch.topology=split shares none; unset it"
+    problems = {
+        f"launch.topology=split is started by Ray, not by torchrun; run `megarl train`, or {remedy}": env.has_launcher,
+        f"launch.topology=split is for `megarl train` with stage: rl, not for {what}; {remedy}": (
+            command != "train" or config.stage != "rl"
+        ),
+        f"launch.topology=split does not support {shape.family}, which has no table; {remedy}": shape.bridge,
+        f"rewards: name='model' scores on the trainer's ranks, which launch.topology=split does not; {remedy}, or "
+        "serve the model (`megarl serve-reward`) and give its URL": any(x.name == "model" for x in config.rewards),
+        f"rollout.quantization={rollout.quantization} {not_split} {remedy}": rollout.quantization != "none",
+        f"rollout.router_replay={rollout.router_replay} {not_split} {remedy}": rollout.router_replay != "none",
+        f"train.offload={list(train.offload)} {shared}": train.offload,
+        f"rollout.sleep_level={rollout.sleep_level} {shared}": rollout.sleep_level,
+    }
+    refuse(problems)
 
 
 def _check_moe(config: Config, shape: ModelShape) -> None:
@@ -135,11 +158,9 @@ def _check_moe(config: Config, shape: ModelShape) -> None:
             raise ValueError(f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0")
         if value and shape.bridge is not None:
             raise ValueError(f"moe.{key}={value} is not supported for {shape.family} on Megatron-Bridge; set it to 0")
-    if config.moe.bias_update_rate and not shape.router.expert_bias:
-        raise ValueError(
-            f"moe.bias_update_rate={config.moe.bias_update_rate}, but the routers of {shape.family} have no bias to "
-            "update; set it to 0 and use moe.aux_loss"
-        )
+    if (rate := config.moe.bias_update_rate) and not shape.router.expert_bias:
+        problem = f"the routers of {shape.family} have no bias; set it to 0, and use moe.aux_loss"
+        raise ValueError(f"moe.bias_update_rate={rate}, but {problem}")
 
 
 def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
@@ -147,9 +168,7 @@ def _check_world(config: Config, world: int, smallest: int, env: Env) -> None:
     for axes, product in (config.parallel.sizes.divisors | engine).items():
         if world % product:
             origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
-            raise ValueError(
-                f"{origin}={world} is not divisible by {axes} = {product}; use a multiple of {smallest} processes"
-            )
+            raise ValueError(f"{origin}={world} is not divisible by {axes} = {product}; use a multiple of {smallest}")
     per_node = config.launch.processes_per_node
     if per_node is not None and world > per_node and world % per_node:
         raise ValueError(f"launch.processes_per_node={per_node} does not divide the {world} processes; use a divisor")
@@ -164,15 +183,15 @@ def _check_problems(config: Config) -> None:
         raise ValueError("eval.size=0 and eval.sets is empty, so there is nothing to evaluate; set one")
     names_of_sets = [part.name for part in config.eval.sets]
     for part in config.eval.sets:
-        if names_of_sets.count(part.name) > 1:
-            raise ValueError(f"eval.sets has two sets named {part.name}; rename one")
-        if part.options and part.task is None:
-            raise ValueError(f"eval.sets: {part.name} has options={part.options}, but no task; set its task")
-        if part.samples > 1 and part.temperature == 0:
-            raise ValueError(
-                f"eval.sets: {part.name} draws samples={part.samples} at temperature=0, which are all equal; set "
-                "samples=1, or a temperature"
-            )
+        problems = {
+            f"eval.sets has two sets named {part.name}; rename one": names_of_sets.count(part.name) > 1,
+            f"eval.sets: {part.name} has options={part.options}, but no task; set its task": (
+                part.options and part.task is None
+            ),
+            f"eval.sets: {part.name} draws samples={part.samples} at temperature=0, which are all equal; set "
+            "samples=1, or a temperature": part.samples > 1 and part.temperature == 0,
+        }
+        refuse(problems)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -193,9 +212,8 @@ def _check_algorithm(config: Config) -> None:
         return
     is_relative = algorithm.advantage in names.GROUP_ADVANTAGES
     has_raw = algorithm.advantage_options.get("singleton") == "raw"
-    has_steps = algorithm.advantage == "grpo_process" and any(
-        reward.name in ("process", "model") for reward in config.rewards
-    )
+    scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
+    has_steps = algorithm.advantage == "grpo_process" and scores_steps
     compares = config.stage in ("best_of_n", "iterative_dpo")  # which _check_preferences explains
     if config.rollout.samples_per_prompt == 1 and is_relative and not (has_raw or has_steps or compares):
         raise ValueError(
@@ -208,8 +226,7 @@ def _check_algorithm(config: Config) -> None:
     for key, off in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
         if (value := getattr(config.rollout, key)) not in off:
             raise ValueError(
-                f"rollout.{key}={value} is not supported in training: it truncates the distribution that the engine "
-                f"samples from, but the trainer computes log-probs over the whole vocabulary; set it to {off[0]}"
+                f"rollout.{key}={value} is not supported in training: its log-probs are over all tokens; set {off[0]}"
             )
 
 
@@ -239,54 +256,46 @@ def _check_objective(config: Config) -> None:
     algorithm, kl = config.algorithm, config.algorithm.kl
     bounds = names.CLIPS.get(algorithm.loss, {})
     for key in names.LOSS_BOUNDS:
-        if getattr(algorithm, key) is not None and key not in bounds:
-            raise ValueError(
-                f"algorithm.{key}={getattr(algorithm, key)}, but loss={algorithm.loss} has no such bound "
-                f"(it has {' and '.join(bounds) or 'none'}); remove it"
-            )
+        if (value := getattr(algorithm, key)) is not None and key not in bounds:
+            problem = f"loss={algorithm.loss} has no such bound (it has {' and '.join(bounds) or 'none'})"
+            raise ValueError(f"algorithm.{key}={value}, but {problem}; remove it")
         if key in algorithm.loss_options:
             raise ValueError(f"algorithm.loss_options.{key} is a key of `algorithm` itself; write algorithm.{key}")
-    if algorithm.use_rollout_logprobs and algorithm.correction != "none":
-        raise ValueError(
-            "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in the loss's ratio, so "
-            f"correction={algorithm.correction} would count it twice; set algorithm.correction=none"
-        )
     has_steps, has_kl_reward = algorithm.advantage == "grpo_process", kl.where == "reward" and kl.coef > 0
     varies = has_steps or algorithm.needs_critic or (algorithm.distill_coef > 0 and not algorithm.distill_top_k)
     varies |= has_kl_reward and algorithm.advantage in names.TOKEN_ADVANTAGES
-    if algorithm.loss == "gspo" and varies:
-        raise ValueError(
-            f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
-            f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip"
-        )
-    if has_steps and has_kl_reward:
-        raise ValueError(
-            "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would ignore most of the KL "
-            "that kl.where=reward adds to every token; set kl.where=loss"
-        )
-    if kl.against == "old" and kl.where == "reward":
-        raise ValueError("algorithm.kl.against=old is 0 before the first update, where rewards are; set kl.where=loss")
     num_updates = config.train.updates_per_step * config.train.epochs_per_batch
-    if kl.against == "old" and kl.coef > 0 and num_updates == 1:
-        raise ValueError(
-            "algorithm.kl.against=old has no effect with one update per batch, made at the old policy itself; "
-            "raise train.epochs_per_batch or train.updates_per_step"
-        )
-    if kl.target is not None and kl.coef == 0:
-        raise ValueError(f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; set kl.coef")
-    if kl.importance_weighted and kl.where == "reward":
-        raise ValueError("algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or unset it")
-    if kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted:
-        raise ValueError("algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+")
-    if algorithm.reward_clip is not None and not algorithm.reward_clip[0] < algorithm.reward_clip[1]:
-        raise ValueError(f"algorithm.reward_clip={list(algorithm.reward_clip)} must be increasing, e.g. [-5, 5]")
-    if algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards:
-        raise ValueError("algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or choose raw")
-    if algorithm.overlong.buffer > config.rollout.max_tokens:
-        raise ValueError(
-            f"algorithm.overlong.buffer={algorithm.overlong.buffer:g} exceeds rollout.max_tokens="
-            f"{config.rollout.max_tokens}; lower it (below 1 it is a fraction of max_tokens)"
-        )
+    reward_clip, buffer, max_tokens = algorithm.reward_clip, algorithm.overlong.buffer, config.rollout.max_tokens
+    problems = {
+        "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in the loss's ratio, so "
+        f"correction={algorithm.correction} would count it twice; "
+        "set algorithm.correction=none": algorithm.use_rollout_logprobs and algorithm.correction != "none",
+        f"algorithm.loss=gspo needs one advantage per response, but advantage={algorithm.advantage} with kl.where="
+        f"{kl.where} computes one per token; use advantage=grpo, or loss=ppo_clip": algorithm.loss == "gspo" and varies,
+        "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would ignore most of the KL "
+        "that kl.where=reward adds to every token; set kl.where=loss": has_steps and has_kl_reward,
+        "algorithm.kl.against=old is 0 before the first update, where rewards are; set kl.where=loss": (
+            kl.against == "old" and kl.where == "reward"
+        ),
+        "algorithm.kl.against=old has no effect with one update per batch, made at the old policy itself; raise "
+        "train.epochs_per_batch or train.updates_per_step": kl.against == "old" and kl.coef > 0 and num_updates == 1,
+        f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; set kl.coef": (
+            kl.target is not None and kl.coef == 0
+        ),
+        "algorithm.kl.importance_weighted=true needs KL in the loss; "
+        "set kl.where=loss, or unset it": kl.importance_weighted and kl.where == "reward",
+        "algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+": (
+            kl.estimator == "k1" and kl.where == "loss" and kl.coef > 0 and not kl.importance_weighted
+        ),
+        f"algorithm.reward_clip={list(reward_clip or ())} must be increasing, e.g. [-5, 5]": (
+            reward_clip is not None and not reward_clip[0] < reward_clip[1]
+        ),
+        "algorithm.reward_clip_stage=normalised needs normalise_rewards=true; "
+        "set it, or choose raw": algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards,
+        f"algorithm.overlong.buffer={buffer:g} exceeds rollout.max_tokens={max_tokens}; lower it (below 1 it is a "
+        "fraction of max_tokens)": buffer > max_tokens,
+    }
+    refuse(problems)
 
 
 def _check_options(key: str, name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -320,28 +329,23 @@ def _check_train(config: Config, gpus: int) -> None:
     train = config.train
     if config.stage == "sft":
         _check_sft(config)
-    if train.updates_per_step > train.prompts_per_step:
-        raise ValueError(
-            f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, "
-            "but the samples of a prompt must share an update; lower it"
-        )
-    if train.optimizer_cpu_offload and not gpus:
-        raise ValueError("train.optimizer_cpu_offload=true needs a GPU; remove it")
-    if train.optimizer_cpu_offload and "optimizer" in train.offload:
-        raise ValueError(
-            f"train.optimizer_cpu_offload=true keeps the optimizer on the host, so train.offload={list(train.offload)} "
-            "must not move it; remove optimizer from train.offload"
-        )
-    if train.min_lr > train.lr:
-        raise ValueError(f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it")
-    if not all(0 <= beta < 1 for beta in train.betas):
-        raise ValueError(f"train.betas={list(train.betas)} must each be at least 0 and below 1, e.g. [0.9, 0.95]")
+    problems = {
+        f"train.updates_per_step={train.updates_per_step} exceeds prompts_per_step={train.prompts_per_step}, but the "
+        "samples of a prompt must share an update; lower it": train.updates_per_step > train.prompts_per_step,
+        "train.optimizer_cpu_offload=true needs a GPU; remove it": train.optimizer_cpu_offload and not gpus,
+        f"train.optimizer_cpu_offload=true keeps the optimizer on the host, so train.offload={list(train.offload)} "
+        "must not move it; "
+        "remove optimizer from train.offload": train.optimizer_cpu_offload and "optimizer" in train.offload,
+        f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it": train.min_lr > train.lr,
+        f"train.betas={list(train.betas)} must each be at least 0 and below 1, e.g. [0.9, 0.95]": not all(
+            0 <= beta < 1 for beta in train.betas
+        ),
+    }
+    refuse(problems)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not (Path(resume) / "metadata.json").is_file():
-        raise FileNotFoundError(
-            f"checkpoint.resume={resume} is not a checkpoint (no metadata.json); use auto, never, or a folder such as "
-            "checkpoints/step_100"
-        )
+        remedy = "use auto, never, or a folder such as checkpoints/step_100"
+        raise FileNotFoundError(f"checkpoint.resume={resume} is not a checkpoint (no metadata.json); {remedy}")
 
 
 def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, longest: int, gpus: int) -> Iterator[str]:
@@ -355,10 +359,8 @@ def _warnings(config: Config, shape: ModelShape, layout: Layout, rows: int, long
             name = next(name for name, value in part if value != getattr(default, name))
             yield f"{key}.{name} has no effect in stage: {config.stage}; it is for stage: {' or '.join(stages)}"
     if shape.mtp_layers:
-        yield (
-            f"num_nextn_predict_layers={shape.mtp_layers}: multi-token prediction layers are neither trained nor "
-            "synced, and checkpoints and exported models do not contain them"
-        )
+        problem = "multi-token prediction layers are not trained, synced, saved or exported"
+        yield f"num_nextn_predict_layers={shape.mtp_layers}: {problem}"
     scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
     if config.algorithm.advantage == "grpo_process" and not scores_steps:
         yield "algorithm.advantage=grpo_process without the reward `process` has one step per response: it equals grpo"

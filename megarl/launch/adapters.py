@@ -18,7 +18,7 @@ def engine_adapters(rank: Rank) -> AdapterFormat | None:
     shape, lora = rank.shape, rank.config.lora
     if lora is None or lora.sync == "merged":
         return None
-    table = adapter_table(megatron_table(shape, spec="local", padded_vocab=shape.vocab), lora.targets, lora.rank)
+    table = adapter_table(megatron_table(shape), lora.targets, lora.rank)
     return AdapterFormat(shapes_of(table, shape), lora.rank, lora.alpha)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors, Target
+from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors
 from megarl.checkpoint.convert import Conversion
 from megarl.checkpoint.hf_files import HfTarget
 from megarl.checkpoint.hf_folder import HfFolder, hf_source
@@ -63,7 +63,7 @@ def run_convert(
     if quantise and to != "hf":
         raise ValueError(f"--export-format same applies to --to hf, not to --to {to}; remove it")
     conversion_map, opened = _open(source, shape)
-    made: Target
+    made: HfTarget | MegatronTarget
     if to == "hf":
         storage = HfFolder(origin).storage() if quantise else PLAIN
         made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
@@ -75,7 +75,7 @@ def run_convert(
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
     identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
-        done = Conversion(conversion_map, opened, source, made, origin, identity, progress).run(target)
+        done = Conversion(opened, source, made, origin, identity, progress).run(target)
     seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
     absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from megarl.config.load import run_dir
 from megarl.config.model_checks import check_cpu_engine
 from megarl.config.schema import Config
-from megarl.config.topology import fallbacks
-from megarl.config.validate import model_shape
+from megarl.config.validate import fallbacks, model_shape
 from megarl.launch import exit_codes
 from megarl.launch.cluster import ROOM_S, NoRoom, open_cluster
 from megarl.launch.exit_codes import CurrentPhase, Failure

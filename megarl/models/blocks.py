@@ -89,9 +89,8 @@ def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[R
     if shape.router.expert_bias:
         rules.append(Replicated(router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,)))
     if width := shape.shared_intermediate:
-        rules += _swiglu(
-            shape.hidden, width, f"{HF}{names.block}shared_experts.", mc + "shared_experts.{linear}.weight"
-        )
+        hf, shared = f"{HF}{names.block}shared_experts.", mc + "shared_experts.{linear}.weight"
+        rules += _swiglu(shape.hidden, width, hf, shared)
     return tuple(rules)
 
 

@@ -77,17 +77,12 @@ class ConfigReader:
             problem = error if type(error) is ValueError else f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
             raise self.error(f"quantization_config: {problem}; use a bf16 copy of the model") from None
 
-    def only_unquantised(self) -> None:
-        if quantised := self.raw.get("quantization_config"):
-            shown = json.dumps(quantised)[:80]
-            raise self.error(f"quantization_config={shown} is not supported; use a bf16 copy of the model")
-
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
 
     def unsupported(self, key: str, value: Any, supported: Any) -> ValueError:
-        remedy = f"supported: {json.dumps(supported)}"
-        return self.error(f"{key}={json.dumps(value)} is not supported for {self.family}; {remedy}")
+        shown, only = json.dumps(value), json.dumps(supported)
+        return self.error(f"{key}={shown} is not supported for {self.family}; supported: {only}")
 
     def rope(
         self, *, theta: float = 1e4, fraction: float = 0.0, mscale: bool = False, kinds: Collection[str] = ROPE_KEYS
@@ -113,8 +108,9 @@ class ConfigReader:
                 raise inner.error(f"{name}={json.dumps(value)} is not supported with rope_type={kind}")
         rotated = inner.number("partial_rotary_factor", self.number("partial_rotary_factor", fraction or 1.0))
         if rotated != 1 and (not fraction or kind == "yarn"):
-            shown = f"partial_rotary_factor={rotated} with rope_type={kind}"
-            raise self.error(f"{shown} is not supported for {self.family}")
+            raise self.error(
+                f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for {self.family}"
+            )
         if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
             raise inner.error(f"mscale and mscale_all_dim are not supported for {self.family}; remove them")
         base = inner.number("rope_theta", self.number("rope_theta", theta))
@@ -153,12 +149,11 @@ def read_decoder(
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
 ) -> ModelShape:
-    """Reads the common kind of decoder: pre-norm, with SwiGLU.
+    """Reads the common kind of decoder: pre-norm, with SwiGLU. `fields`: further fields of ModelShape.
 
     head_dim: the family's default; 0: hidden / heads
     rope: the result of `config.rope`, if the family calls it with options
     layer_types: the supported pattern, which repeats
-    fields: further fields of ModelShape
     """
     config.only(hidden_act="silu", mlp_bias=False)
     config.quantization()

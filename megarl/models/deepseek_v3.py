@@ -166,14 +166,6 @@ def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[
     }
 
 
-FAMILY = Family(
-    architecture="DeepseekV3ForCausalLM",
-    read=read,
-    table=table,
-    megatron=megatron,
-    engine=engine,
-    is_moe=True,
-    random_config=random_config,
-)
+FAMILY = Family("DeepseekV3ForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config)
 # Kimi-K2 is the same model; transformers does not know its model_type
 FAMILIES = {"deepseek_v3": FAMILY, "kimi_k2": replace(FAMILY, architecture="")}

@@ -1,8 +1,7 @@
 """The engine's side of every family: where a rank of vLLM 0.32 stores each HF tensor.
 
 vLLM uses Hugging Face's names and Megatron's splits, and fuses some tensors, so its table is derived from Megatron's;
-`Family.engine` handles the exceptions. Planning needs no engine; at startup, the trace of vLLM's loaders is checked
-against the table (`shards.first_mismatch`).
+`Family.engine` handles the exceptions. At startup, the trace of vLLM's loaders is checked (`shards.first_mismatch`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
 def engine_table(shape: ModelShape) -> Table:
     """Raises ValueError for a family without a table."""
     padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    table = megatron_table(shape, spec="local", padded_vocab=padded)
+    table = megatron_table(shape, padded_vocab=padded)
     names = ("embedding", "dense", "layer", "head")
     rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
     return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))

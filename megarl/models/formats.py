@@ -100,10 +100,7 @@ def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
 
 
 def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, range]:
-    """Returns the (single) indices of the leading dims, the rows and the columns of a slice in its stored order.
-
-    Rows may be two dims: pairs.
-    """
+    """Returns a slice's (single) leading indices, rows (maybe two dims: pairs) and columns, in the stored order."""
     starts, sizes = list(part.start), list(part.shape)
     if len(sizes) == dims + 1:
         first, count = 2 * starts[-3] + starts[-2], sizes[-3] * sizes[-2]
@@ -119,10 +116,9 @@ def coarse(indices: range, size: int) -> range:
 
 
 def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
-    """Returns the format that a `quantization_config` describes. Which tensors are in it, their names tell.
+    """Returns the format of weights that a `quantization_config` describes, whatever the activations' and the cache's.
 
-    Activation schemes and key-value caches are the engine's; training uses the weights alone. Raises ValueError, with
-    the value that is not supported and what is.
+    Raises ValueError, with the value that is not supported and what is.
     """
     method = raw.get("quant_method")
     if method == "fp8":
@@ -136,9 +132,8 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
     _only(raw, "transform_config", None, {})
     if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         raise ValueError(f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'")
-    groups = {
-        json.dumps(group["weights"], sort_keys=True): group for group in (raw.get("config_groups") or {}).values()
-    }
+    listed = (raw.get("config_groups") or {}).values()
+    groups = {json.dumps(group["weights"], sort_keys=True): group for group in listed}
     if len(groups) != 1:
         raise ValueError(f"config_groups has {len(groups)} ways to store weights; supported: one")
     (group,) = groups.values()

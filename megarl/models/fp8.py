@@ -3,8 +3,7 @@
     rule of X.weight --with_scales--> the same rule, and one of X.weight_scale_inv: a number per block
 
 Embeddings, head, norms, routers and biases stay as they are. vLLM splits scales as it splits weights, so none of its
-ranks may have part of a block (`fp8_format`). Of the trainer's ranks, each has all scales of the tensors of which it
-has a part, because a block may be cut between them (weights/fp8.py).
+ranks may have part of a block (`fp8_format`). A trainer's rank has all scales of its tensors (weights/fp8.py).
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
 
 def scale_shapes(shape: ModelShape, fmt: BlockFormat) -> dict[str, tuple[int, ...]]:
     """Returns the scales of all weights that the engine keeps in FP8 blocks, as HF tensors."""
-    table = with_scales(megatron_table(shape, spec="local", padded_vocab=shape.vocab), fmt, is_whole=True)
+    table = with_scales(megatron_table(shape), fmt, is_whole=True)
     return {name: size for name, size in shapes_of(table, shape).items() if name.endswith(SCALE)}
 
 
 def quantization_config(shape: ModelShape, fmt: BlockFormat) -> dict[str, Any]:
     """Returns what the config.json of a model in this format has."""
-    table = megatron_table(shape, spec="local", padded_vocab=shape.vocab)
+    table = megatron_table(shape)
     weights, scales = shapes_of(table, shape), scale_shapes(shape, fmt)
     kept = [name for name, size in weights.items() if len(size) == 2 and name + SCALE not in scales]
     return {
@@ -77,15 +76,9 @@ def quantization_config(shape: ModelShape, fmt: BlockFormat) -> dict[str, Any]:
 
 
 def fp8_format(shape: ModelShape, tensor: int, expert: int = 1) -> BlockFormat:
-    """Returns the format with the largest blocks that no rank of an engine cuts.
-
-    Raises ValueError naming a weight that is cut, with the values of rollout.tensor that would do.
-    """
+    """Returns the format with the largest blocks that no rank of an engine cuts. Raises ValueError naming a weight."""
     if shape.bridge is not None or shape.swiglu_limit:
-        raise ValueError(
-            f"rollout.quantization=fp8 does not support {shape.family}, whose weights are not all those of linear "
-            "layers with a table; set it to none"
-        )
+        raise ValueError(f"rollout.quantization=fp8 does not support {shape.family}; set it to none")
     formats = [replace(FORMATS["fp8_block"], block=(rows, 128)) for rows in ROWS[: 1 if shape.is_moe else None]]
     for fmt in formats:
         if not (problem := _cut_weight(shape, fmt, tensor, expert)):

@@ -33,8 +33,4 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     }
 
 
-FAMILIES = {
-    "glm4_moe": Family(
-        architecture="Glm4MoeForCausalLM", read=read, table=table, is_moe=True, random_config=random_config
-    ),
-}
+FAMILIES = {"glm4_moe": Family("Glm4MoeForCausalLM", read, table, is_moe=True, random_config=random_config)}

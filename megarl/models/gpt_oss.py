@@ -93,13 +93,5 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
 
 
 FAMILIES = {
-    "gpt_oss": Family(
-        architecture="GptOssForCausalLM",
-        read=read,
-        table=table,
-        megatron=megatron,
-        engine=engine,
-        is_moe=True,
-        random_config=random_config,
-    )
+    "gpt_oss": Family("GptOssForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config)
 }

@@ -46,10 +46,7 @@ def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_headers(folder: Path) -> dict[str, HfTensor]:
-    """Returns every tensor of the files that the index lists, or of all *.safetensors if there is no index.
-
-    Raises ValueError naming the file and tensor that are missing, damaged or truncated.
-    """
+    """Returns the tensors of the index's files, or of all *.safetensors. Raises ValueError, naming file and tensor."""
     names = _read_index(index) if (index := folder / INDEX).is_file() else {}
     files = sorted(set(names.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not files:
@@ -95,10 +92,8 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
     expected = 8 + length
     for (begin, end), name, tensor in sorted(tensors):  # in the format, each tensor begins where another ends
         if begin != expected or end != tensor.end:
-            raise ValueError(
-                f"{file}: {name} of shape {tensor.shape} is at bytes {begin} to {end}, not {expected} to "
-                f"{expected + tensor.nbytes}; copy it again"
-            )
+            place = f"bytes {begin} to {end}, not {expected} to {expected + tensor.nbytes}"
+            raise ValueError(f"{file}: {name} of shape {tensor.shape} is at {place}; copy it again")
         if end > size:
             raise ValueError(f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again")
         expected = end

@@ -23,7 +23,7 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?(?<!\.
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `path` names a model on the hub: no folder of that name exists, and it has the form of an id."""
+    """Whether `path` has the form of an id, and no folder has that name."""
     return not _expanded(path).is_dir() and HUB_ID.fullmatch(path) is not None
 
 
@@ -51,7 +51,7 @@ def _expanded(path: str) -> Path:
 
 
 def download(path: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
-    """Downloads the top-level files of a hub id that match `patterns`; returns their folder, named by the commit.
+    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named by the commit.
 
     Raises ValueError with the remedy and `where`, the setting with its value.
     """
@@ -61,8 +61,5 @@ def download(path: str, revision: str | None, patterns: Sequence[str], where: st
     if not (folder / "config.json").is_file():
         raise ValueError(f"{where} has no config.json on the hub; choose a model in Hugging Face format")
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
-        raise ValueError(
-            f"{where} has no *.safetensors on the hub, and .bin and .gguf files are not read; choose a repository or "
-            "a revision with safetensors"
-        )
+        raise ValueError(f"{where} has no *.safetensors on the hub; choose a repository or revision with them")
     return folder

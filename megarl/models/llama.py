@@ -12,4 +12,4 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config)
 
 
-FAMILIES = {"llama": Family(architecture="LlamaForCausalLM", read=read, table=blocks.dense_table)}
+FAMILIES = {"llama": Family("LlamaForCausalLM", read, blocks.dense_table)}

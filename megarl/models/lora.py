@@ -2,14 +2,13 @@
 
     family's table, targets  --adapter_table-->  table of the adapters  --slices_of-->  this rank's slices
 
-PEFT has an A [rank, in] and a B [out, rank] for each Hugging Face projection. Where Megatron fuses projections, their
-As and their Bs are stacked in two parameters beside the weight: `lora_A` and `lora_B`. An A is split like the input of
-the layer, a B like its output.
+PEFT has an A [rank, in], split like the layer's input, and a B [out, rank], split like its output, for each projection.
+Where Megatron fuses projections, they are stacked in two parameters beside the weight: `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +37,8 @@ def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
     groups = {name: getattr(table, name) for name in ("dense", "layer", "expert")}
     known = sorted({module_name(name) for rules in groups.values() for rule in rules for name in _linears(rule)})
     if unbound := [name for name in targets if name not in known and name != ALL_LINEAR]:
-        raise ValueError(
-            f"lora.targets: {', '.join(unbound)} is no linear layer that can be adapted; choose from {', '.join(known)}"
-        )
+        names, choice = ", ".join(unbound), ", ".join(known)
+        raise ValueError(f"lora.targets: {names} is no linear layer that can be adapted; choose from {choice}")
     chosen = known if ALL_LINEAR in targets else targets
     dense, layer, expert = (
         tuple(part for rule in rules for part in _adapters(rule, chosen, rank)) for rules in groups.values()
@@ -105,10 +103,9 @@ def rows_of_outputs(
     return found
 
 
-def targets_of(table: Table) -> set[str]:
+def targets_of(rules: Iterable[Rule]) -> list[str]:
     """The names of the adapted modules."""
-    rules = (rule for rules in (table.dense, table.layer, table.expert) for rule in rules)
-    return {module_name(name.removesuffix(".weight")) for rule in rules for name in rule.shapes()}
+    return sorted({module_name(name.removesuffix(".weight")) for rule in rules for name in rule.shapes()})
 
 
 def peft_config(base: str, table: Table, *, rank: int, alpha: float, dropout: float) -> dict[str, Any]:
@@ -120,7 +117,7 @@ def peft_config(base: str, table: Table, *, rank: int, alpha: float, dropout: fl
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(targets_of(table)),
+        "target_modules": targets_of((*table.dense, *table.layer, *table.expert)),
         "bias": "none",
         "inference_mode": True,
     }

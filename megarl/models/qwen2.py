@@ -12,4 +12,4 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config, qkv_bias=True)
 
 
-FAMILIES = {"qwen2": Family(architecture="Qwen2ForCausalLM", read=read, table=blocks.dense_table)}
+FAMILIES = {"qwen2": Family("Qwen2ForCausalLM", read, blocks.dense_table)}

@@ -12,4 +12,4 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config, head_dim=128, qk_norm=True)
 
 
-FAMILIES = {"qwen3": Family(architecture="Qwen3ForCausalLM", read=read, table=blocks.dense_table)}
+FAMILIES = {"qwen3": Family("Qwen3ForCausalLM", read, blocks.dense_table)}

@@ -34,7 +34,5 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
 
 
 FAMILIES = {
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM", read=read, table=blocks.moe_table, is_moe=True, random_config=random_config
-    )
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", read, blocks.moe_table, is_moe=True, random_config=random_config)
 }

@@ -17,20 +17,11 @@ from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
-MODULES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-)
+MODULES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
-REFUSED = (  # without a table: keys that change the logits, which megarl's own head computes, and of multimodal models
+REFUSED = (  # without a table: keys of multimodal or quantised models, or that change logits, which megarl computes
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
-    "text_config", "vision_config", "audio_config", "is_encoder_decoder",
+    "text_config", "vision_config", "audio_config", "is_encoder_decoder", "quantization_config",
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     name: family for module in MODULES for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
@@ -49,15 +40,12 @@ def read_model(path: str | Path) -> ModelShape:
 
 
 def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
-    """Returns the shape that a parsed config.json describes; errors refer to the file as `where`.
-
-    A family without a table needs the model's `folder`.
-    """
+    """Returns the shape of a parsed config.json, `where` in errors. A family without a table needs the `folder`."""
     config = ConfigReader(raw, where)
     shape = FAMILIES[config.family].read(config) if config.family in FAMILIES else _read_bridged(config, folder)
-    if (count := (shape.layers + shape.mtp_layers) * max(1, shape.experts)) > MAX_EXPERTS:
+    if (shape.layers + shape.mtp_layers) * max(1, shape.experts) > MAX_EXPERTS:
         sizes = f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and {shape.experts} experts"
-        raise config.error(f"{sizes} a layer are {count} in all, and at most {MAX_EXPERTS} are supported")
+        raise config.error(f"{sizes} in each are too many: at most {MAX_EXPERTS} are supported")
     return shape
 
 
@@ -71,12 +59,11 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
             f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a table "
             "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
         )
-    config.only_unquantised()
     for key in REFUSED:
         if (value := raw.get(key)) and (value is True or value != 1):  # a scale of 1 changes nothing
             raise config.error(
                 f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without a table must be a "
-                "text model whose logits are the last hidden state times the output layer"
+                "text model, not quantised, whose logits are the last hidden state times the output layer"
             )
 
     def first(*keys: str) -> int:
@@ -95,14 +82,12 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
     )
 
 
-def megatron_table(shape: ModelShape, *, spec: LayerSpec, padded_vocab: int) -> Table:
-    """Raises ValueError for a family without a table."""
+def megatron_table(shape: ModelShape, *, spec: LayerSpec = "local", padded_vocab: int | None = None) -> Table:
+    """Raises ValueError for a family without a table. `padded_vocab`: None: without padding."""
     if shape.bridge is not None:
-        raise ValueError(
-            f"{shape.family} has no table: Megatron-Bridge lays out its weights when a run builds the model, so it can "
-            "be trained and synced, but `megarl plan` and `megarl convert` do not support it"
-        )
-    return FAMILIES[shape.family].table(shape, spec, padded_vocab)
+        commands = "`megarl plan` and `megarl convert`"
+        raise ValueError(f"{shape.family} has no table: it can be trained and synced, but {commands} do not support it")
+    return FAMILIES[shape.family].table(shape, spec, padded_vocab or shape.vocab)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
@@ -114,12 +99,11 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
     """Returns the names and full shapes of the HF checkpoint's tensors, without a tied lm_head.
 
-    `mtp` adds the layers of multi-token prediction, which neither the trainer nor the engine builds. Without a table,
-    returns all tensors of the folder.
+    `mtp` adds multi-token prediction, which neither side builds. Without a table: all tensors of the folder.
     """
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
-    return shapes_of(megatron_table(shape, spec="local", padded_vocab=shape.vocab), shape, mtp=mtp)
+    return shapes_of(megatron_table(shape), shape, mtp=mtp)
 
 
 def fp32_tensors(shape: ModelShape) -> frozenset[str]:
@@ -127,6 +111,6 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
     if shape.bridge is not None:
         biases = ("correction_bias", "expert_bias")  # of routers
         return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))
-    templates = megatron_table(shape, spec="local", padded_vocab=shape.vocab).fp32
+    templates = megatron_table(shape).fp32
     layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
     return frozenset(name.format(layer=layer) for name in templates for layer in layers)

@@ -79,21 +79,15 @@ class ModelShape:
 @dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type`, whose functions take and return plain data. To add one, copy the file of a similar family, and
-    add it to `registry.MODULES`.
+    add it to `registry.MODULES`."""
 
-    architecture: the class in transformers; if empty, there is none, and random models are not available
-    read: reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
-    table: maps the checkpoint's tensors to Megatron's parameters, for a layer spec and a padded vocabulary
-    megatron: TransformerConfig's settings beyond those that follow from the shape; `activation_func` by its name
-    engine: changes the vLLM table that `engine.py` derives from `table`
-    random_config: the family's keys in the config.json of a random model, from the common keys (`hf_config`) and the
-        number and width of experts
-    """
-
-    architecture: str
+    architecture: str  # the class in transformers; if empty, there is none, and random models are not available
+    # reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
     read: Callable[[ConfigReader], ModelShape]
-    table: Callable[[ModelShape, LayerSpec, int], Table]
+    table: Callable[[ModelShape, LayerSpec, int], Table]  # of Megatron's parameters, for a padded vocabulary
+    # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
     megatron: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
-    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table
+    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table  # changes the derived vLLM table
     is_moe: bool = False
+    # the family's keys of a random model's config.json, from the common keys and the number and width of experts
     random_config: Callable[[Mapping[str, Any], int, int], dict[str, Any]] = lambda values, experts, width: {}

@@ -2,8 +2,7 @@
 
     table (one family)  --slices_of(shape, layout)-->  list[ShardSlice]  (one rank)
 
-Import, export, conversion and sync read the same slices: any two ranks that hold [start, start + shape) of an HF tensor
-can copy it, in any two layouts. The engine's tables have vLLM's parameters.
+Import, export, conversion and sync read the same slices, in any layouts. The engine's tables have vLLM's parameters.
 
 In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron side. In an expert's
 rule, a name without `{expert}` denotes a tensor that stacks all experts along an extra first dim.
@@ -140,17 +139,13 @@ class InterleavedGateUp(_OneTensor):
 @dataclass(frozen=True, slots=True)
 class Stack:
     """HF tensors that differ only in rows, each split along dim 0, with a rank's shards stacked: gate and up in
-    linear_fc1, or vLLM's qkv_proj.
-
-    max_shards: the maximum number of shards of each tensor; 0: no limit, 1: replicated. If the axis has more ranks,
-    neighbours share a shard, as with vLLM's key-value heads.
-    """
+    linear_fc1, or vLLM's qkv_proj."""
 
     hf: tuple[str, ...]
     param: str
     rows: tuple[int, ...]
     rest: tuple[int, ...]  # dims after the rows
-    max_shards: tuple[int, ...] = ()
+    max_shards: tuple[int, ...] = ()  # of each tensor; 0: no limit. Neighbours share one if the axis has more ranks
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: (rows, *self.rest) for name, rows in zip(self.hf, self.rows, strict=True)}
@@ -313,7 +308,6 @@ class ElementSizes:
         return 1 if self.fp8 else self.usual
 
     def units(self, name: str) -> int:
-        """Returns how many units an element has."""
         return (4 if name in self.fp32 else 1 if name in self.fp8 else self.usual) // self.unit
 
 
@@ -337,9 +331,6 @@ def shapes_in_units(shapes: Mapping[str, tuple[int, ...]], sizes: ElementSizes) 
     return {name: (*size[:-1], size[-1] * sizes.units(name)) for name, size in shapes.items()}
 
 
-# --- a table against what an engine's loaders recorded ------------------------------------------------------------
-
-
 def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:
     """Returns an error message for the first tensor that vLLM's loaders place differently from the table, or None."""
     expected = {_without_idle_strides(part) for part in table}
@@ -353,10 +344,8 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
     for part in sorted(loaded ^ expected, key=str):
         actor, other = ("loaders put", "table does not") if part in loaded else ("table puts", "loaders do not")
         end = tuple(start + size for start, size in zip(part.start, part.shape, strict=True))
-        return (
-            f"the engine's {actor} {part.name} {part.start} to {end} at element {part.offset} of {part.param}, "
-            f"but the {other}"
-        )
+        place = f"{part.name} {part.start} to {end} at element {part.offset} of {part.param}"
+        return f"the engine's {actor} {place}, but the {other}"
     return None
 
 

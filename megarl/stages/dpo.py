@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.preference import dpo_losses, pair_weights, response_logprobs
-from megarl.config.stage_sections import Dpo
+from megarl.config.section import Dpo
 from megarl.data.packing import plan_microbatches
 from megarl.stages.evaluation import with_interval
 from megarl.trainer.reference import FrozenBase, Reference

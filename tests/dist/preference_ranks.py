@@ -18,7 +18,7 @@ from trainer_cases import random_batch
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.config.schema import Algorithm, Train
-from megarl.config.stage_sections import Dpo
+from megarl.config.section import Dpo
 from megarl.data.preferences import preference_batch
 from megarl.data.tasks import ranked_tokens
 from megarl.data.tokenizer import TokenIds

@@ -49,7 +49,7 @@ FORMATS = [
     ),
     (
         "checkpoint/convert.py",
-        "before if rounded is flat else self.conversion_map.checksums(param, rounded), before",
+        "before if rounded is flat else self.source.conversion_map.checksums(param, rounded), before",
         "before, before",
         f"{MODELS}::test_converted_to_megatron_and_back[deepseek_v3-fp8]",
     ),

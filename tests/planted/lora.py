@@ -92,9 +92,9 @@ LORA = [
         LAYOUTS,
     ),
     (
-        "config/lora_checks.py",
-        'if (quantization := config.rollout.quantization) != "none" and has_engine:',
-        'if (quantization := config.rollout.quantization) != "none" and not has_engine:',
+        "config/model_checks.py",
+        'quantization != "none" and has_engine',
+        'quantization != "none" and not has_engine',
         "unit/config/test_lora_checks.py::test_refusals",
     ),
 ]

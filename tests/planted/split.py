@@ -85,7 +85,7 @@ SPLIT = [
         f"{CLUSTER}::test_the_first_layout_with_room_goes_on",
     ),
     (
-        "config/topology.py",
+        "config/validate.py",
         '{"launch": launch, "parallel": layout.parallel}',
         '{"launch": launch}',
         f"{CLUSTER}::test_a_fallback_replaces_the_whole_layout",

@@ -168,8 +168,8 @@ SYSTEM = [
     ),
     (
         "config/validate.py",
-        'if algorithm.use_rollout_logprobs and algorithm.correction != "none":',
-        "if False:",
+        'algorithm.use_rollout_logprobs and algorithm.correction != "none"',
+        "False",
         f"{VALIDATE}::test_refusals",
     ),
     (
@@ -318,8 +318,8 @@ SYSTEM = [
     ),
     (
         "checkpoint/state.py",
-        'np.random.set_state(state["numpy"])',
-        "pass",
+        "(np.random.get_state, np.random.set_state)",
+        "(np.random.get_state, str)",
         f"{STATE}::test_everything_comes_back_as_it_was_when_it_was_saved",
     ),
     (

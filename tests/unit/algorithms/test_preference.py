@@ -21,7 +21,7 @@ from megarl.algorithms.preference import (
     place_losses,
     response_logprobs,
 )
-from megarl.config.stage_sections import Dpo
+from megarl.config.section import Dpo
 from megarl.types import MicrobatchPlan, MicrobatchRows, PreferenceBatch, ScoredBatch, TokenOutputs
 
 NONE, KL = "b0.1.ls0.0", "reverse_kl"

@@ -15,7 +15,7 @@ from conftest import one_rank  # noqa: F401
 from tiny_trainer import build
 
 from megarl.algorithms.preference import response_logprobs
-from megarl.config.stage_sections import Dpo
+from megarl.config.section import Dpo
 from megarl.data.preferences import preference_batch
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import ranked_tokens
