@@ -126,7 +126,7 @@ def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dic
     for recompute in RECOMPUTED:
         layout = Layout.of(sizes, rank.env.world_size, rank.env.rank)
         train = rank.config.train.model_copy(update=recompute)
-        trainer = Trainer.build(rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device.torch)
+        trainer = Trainer.build(rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device)
         if recompute["recompute"] == "none":
             found["without"] = mean_diff(trainer.logprobs(replace(batch, routes=())))
             found["replayed"] = mean_diff(trainer.logprobs(batch))
