@@ -1,5 +1,4 @@
-"""Downloads from the Hugging Face hub, with HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE as in huggingface_hub. If
-the hub cannot be reached, the cached commit is used."""
+"""Downloads from the Hugging Face hub, by huggingface_hub's environment variables; from its cache if unreachable."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ class Repository:
     def download(
         self, patterns: Sequence[str] | None = None, *, ignored: Sequence[str] = (), progress: bool = False
     ) -> Path:
-        """Downloads the files that match, by default all; returns their folder, named by the commit.
-
-        Raises ValueError: each way of failing is the user's to correct."""
+        """Downloads the files that match, or all; returns their folder, named by the commit. Raises ValueError."""
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage] (httpx's)
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars

@@ -11,8 +11,7 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """Returns the value. Raises ValueError if the text is not JSON, is nested too deeply or, with `unique_keys`, has an
-    object with a key twice, of which otherwise the last counts."""
+    """Returns the value. Raises ValueError if it is not JSON, too deep or, with `unique_keys`, has a key twice."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:

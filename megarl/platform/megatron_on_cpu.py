@@ -42,8 +42,7 @@ class Patch:
 _CPU = torch.device("cpu")
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
+def _nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class _Stream(contextlib.AbstractContextManager):

@@ -155,10 +155,9 @@ def _is_moe(config: Any, layer: int) -> bool:
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
 ) -> list[ShardSlice]:
-    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
-
-    `experts` is the axis over which experts are split. Call it on every rank that shares tensors. Raises ValueError
-    naming tensor and parameter if the conversion does more than copy elements."""
+    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion. Experts are
+    split over the axis `experts`. Call it on every rank that shares tensors. Raises ValueError naming tensor and
+    parameter if the conversion does more than copy elements."""
     registry, slices = bridge.mapping_registry(), []
     for prefix, chunk in by_prefix(chunks).items():
         for name, tensor in local_tensors([chunk]).items():

@@ -36,7 +36,6 @@ def forward_backward(
     train: bool,
 ) -> None:
     """Runs the micro-batches through the pipeline; with `train`, also backward, summing gradients over data ranks.
-
     Several chunks (virtual stages) need micro-batches of equal length, in multiples of the pipeline size."""
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:

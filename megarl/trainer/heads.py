@@ -1,5 +1,4 @@
-"""Heads compute outputs from the hidden states of the last stage, at the positions they select: log-probs of labels, or
-one number per token."""
+"""Heads: from hidden states of the last stage, where they read, log-probs of labels or one number per token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
 
-The local spec lacks three things, defined here: a norm that allows sequence parallelism, a core attention that takes
-packed rows, and latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all
-rows end to end, H heads of this tensor rank, G key/value heads, D head_dim of query and key, E of value.
+The local spec lacks what is defined here: a norm that allows sequence parallelism, a core attention of packed rows, and
+latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all rows end to end, H heads of
+this tensor rank, G key/value heads, D head_dim of query and key, E of value.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
-
-    Rows of similar length are padded and share one call. Padding comes last, so the causal mask hides it."""
+    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E]. Rows of similar
+    length are padded and share one call. Padding comes last, so the causal mask hides it."""
 
     def __init__(
         self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_unused: Any

@@ -53,10 +53,8 @@ class PolicyLearner:
         return replace(self, span=span)
 
     def score(self, batch: TrainBatch) -> TokenScores:
-        """Returns log-probs of `labels` under the current weights, and under the reference if there is one.
-
-        The former are None if nothing reads them before the update, whose forward pass has them; the latter right after
-        the reference has become the policy, when both are equal."""
+        """Returns log-probs of `labels` under the current weights: None if nothing reads them before the update, whose
+        forward pass has them. And under the reference, if there is one that is not the policy."""
         needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1 or self.records_routes
         with self.span("logprobs"):
             (old_T, routes), ref_T = self._old_logprobs(batch) if needs_old else (None, ()), None
@@ -81,10 +79,8 @@ class PolicyLearner:
         return self.trainer.logprobs(batch, record=routes), tuple(routes)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
-        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
-
-        The gate sees the batch with its old log-probs: before the update, or where they are of the update's own forward
-        pass, between its backward pass and the optimizer's step."""
+        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch. The
+        gate sees old log-probs: before the update, or where they are those of its own forward pass, before its step."""
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):

@@ -52,7 +52,6 @@ def token_outputs(
     entropy: bool,
 ) -> TokenOutputs:
     """Returns log-probs of `labels` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
-
     Labels are [T] int64, or [T, 1 + K] with K extra ones, which may repeat the first. Every tensor rank passes all of
     `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the
     weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned."""
@@ -123,10 +122,9 @@ class _VocabLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max).
-
-        That sum is divided out per row: max + log sum would be rounded to the size of the logits, and with it p of a
-        likely token, of whose 1 - p little is left."""
+        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max),
+        divided out per row: max + log sum would be rounded to the size of the logits, and with it p of a likely token,
+        of whose 1 - p little is left."""
         hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
         grad_logprobs_KT, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *ctx.options)

@@ -1,5 +1,4 @@
-"""ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention. Gradients are
-summed; Megatron does not average them."""
+"""ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention."""
 
 from __future__ import annotations
 

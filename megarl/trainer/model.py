@@ -54,9 +54,8 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
 
 
 def shares_prefixes(shape: ModelShape, layout: Layout, *, use_te: bool) -> bool:
-    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU.
-
-    Not with experts, whose router losses count every token, nor where Megatron rotates or sends rows itself."""
+    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU. Not with
+    experts, whose router losses count every token, nor where Megatron rotates or sends rows itself."""
     is_plain = shape.bridge is None and shape.latent is None and not shape.is_moe
     return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 

@@ -141,9 +141,8 @@ class RouterLosses:
 
     @torch.no_grad()
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """Returns this rank's part of each loss, averaged over layers, without its coefficient.
-
-        With `step`, experts with more tokens than the mean become less likely, others more likely (DeepSeek-V3)."""
+        """Returns this rank's part of each loss, averaged over layers, without its coefficient. With `step`, updates
+        biases: experts with more tokens than the mean become less likely, others more likely (DeepSeek-V3)."""
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
             router.losses = None

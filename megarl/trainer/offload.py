@@ -28,7 +28,6 @@ from megarl.platform.device import host_bytes
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
     """Configures which activations are recomputed: of every layer ("full"), or of the named modules ("selective").
-
     Raises ValueError for modules that Megatron-Core cannot recompute, or that this model does not have."""
     if granularity == "none":
         return

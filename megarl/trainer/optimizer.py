@@ -52,9 +52,7 @@ class LrSchedule:
 def wrap(
     model: Sequence[GPTModel], reduced: Callable[[], None] | None = None, **options: Any
 ) -> list[DistributedDataParallel]:
-    """Moves parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded.
-
-    `reduced` is called when Megatron has reduced the gradients of an update."""
+    """Moves loaded parameters and fp32 gradients into flat buffers. `reduced` is called after Megatron's reductions."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -122,9 +120,8 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, device: torch.device) -> tuple[float, bool]:
-    """Clips the gradient of the whole model to `clip_grad` (0: not at all) and steps, unless it is not finite.
-
-    Returns its norm before clipping, and whether the step was skipped."""
+    """Clips the gradient of the whole model to `clip_grad` (0: not at all) and steps, unless it is not finite. Returns
+    its norm before clipping, and whether the step was skipped."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()

@@ -35,8 +35,7 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
 
 
 def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
-    """Creates Megatron's process groups for this layout, after destroying a previous set. Call it on every rank, after
-    torch.distributed is initialised."""
+    """Creates Megatron's process groups for this layout, after destroying a previous set. Call it on every rank."""
     destroy_parallel()
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
@@ -53,7 +52,6 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
 
 def destroy_parallel() -> None:
     """Closes Megatron's process groups, so that another layout can be built in this process. Call it on every rank.
-
     Megatron only drops its references: the groups' threads (about fifty per layout with gloo) would keep polling."""
     if not parallel_state.model_parallel_is_initialized():
         return

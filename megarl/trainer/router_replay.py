@@ -33,10 +33,8 @@ RowsByRank = Sequence[Sequence[Sequence[int]]]  # the rows of each micro-batch o
 
 
 class LayerRoutes:
-    """One router's routes in one pass, in the place of Megatron's RouterReplay.
-
-    Megatron calls it once a micro-batch in the forward pass, and again where activations are recomputed. The n-th call
-    of either kind is for the n-th micro-batch: no schedule lets one overtake another within a model chunk."""
+    """One router's routes in one pass, in the place of Megatron's RouterReplay. The n-th call in the forward pass, and
+    where activations are recomputed, is for the n-th micro-batch: none overtakes another within a model chunk."""
 
     def __init__(self, experts: Sequence[Tensor] | None, device: torch.device, *, train: bool) -> None:
         """`experts`: [N, K] of each micro-batch; None: record the router's own."""

@@ -91,8 +91,7 @@ class Trainer:
         megatron_options: Mapping[str, Any] | None = None,
         beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
-        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout. Call it on every rank,
-        after torch.distributed is initialised."""
+        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, with torch.distributed initialised."""
         lora = head if isinstance(head, Lora) else None
         moe = moe or Moe()
         head = VocabularyHead(shape.vocab, train.logprob_chunk) if head is None or isinstance(head, Lora) else head
@@ -185,9 +184,7 @@ class Trainer:
 
     def forward(self, batch: TokenBatch, *, top_k: int = 0, record: Record = None) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read.
-
-        With `top_k`, `extra_labels_TK` are the likeliest tokens, not the batch's. `record` gets the Routes of each row.
-        """
+        With `top_k`, `extra_labels_TK` are the likeliest tokens, not those of the batch."""
         batch = replace(batch, extra_labels=None)
         options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False, top_k=top_k)
         return self._gathered(self._run(batch, self._rows(batch), options, None, record))
@@ -222,9 +219,8 @@ class Trainer:
         pass with the outputs of the forward pass, as `forward` returns them; if it raises, nothing has changed. The
         loss gets entropy if it needs it, and every `train.entropy_every` steps."""
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
-        every = self.train.entropy_every
+        lr, every = self.scheduler.lr, self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
-        lr = self.scheduler.lr
         if not num_tokens:
             if before_step is not None:
                 before_step(self._gathered(self._no_outputs(batch)))
