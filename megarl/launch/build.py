@@ -38,7 +38,7 @@ from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_by_rank, slices_of
 from megarl.planner.weight_sync import rollout_format
-from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
+from megarl.platform.device import DTYPES, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.roles import Stateful
@@ -65,7 +65,7 @@ class Rank:
 
     config: Config
     env: Env
-    device: Device
+    device: torch.device
     layout: Layout
     model_folder: Path
     shape: ModelShape
@@ -78,7 +78,7 @@ class Rank:
         cls,
         config: Config,
         env: Env,
-        device: Device,
+        device: torch.device,
         phase: CurrentPhase | None = None,
         layout: Layout | None = None,
     ) -> Rank:
@@ -102,8 +102,8 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     `store`: where the ranks meet; None: as their launcher arranged it."""
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    if device.is_cuda:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
     if store is None and env.has_launcher and not env.launched:
         dist.init_process_group(backend, timeout=timeout)
@@ -133,7 +133,7 @@ def make_trainer(
         moe=config.moe,
         head=config.lora if head is None and beside is None else head,  # only the policy is adapted
         folder=folder or rank.model_folder,
-        device=rank.device.torch,
+        device=rank.device,
         seed=config.run.seed,
         megatron_options={"fp8": config.precision.fp8}
         | config.trainer.megatron_options
@@ -269,9 +269,9 @@ def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
         start=start,
         interactive=is_interactive(),
         facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
-        gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.is_cuda else (),
+        gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.type == "cuda" else (),
     )
-    telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device.torch)})
+    telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
     return closing(telemetry)
 
 

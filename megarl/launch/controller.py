@@ -36,7 +36,6 @@ from megarl.launch.phases import TimedPhases
 from megarl.launch.ray_actors import GRACE_S, POLL_S, Place, RankLost, TrainerRanks
 from megarl.launch.run_rl import evaluation_of, make_rollouts
 from megarl.launch.watch import Watch
-from megarl.platform.device import Device
 from megarl.platform.env import Env, is_interactive
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Gate, Prompts
@@ -232,7 +231,7 @@ class Controller:
     @classmethod
     def start(cls, config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> Controller:
         """Starts the engines, and does not wait for them."""
-        rank = Rank.of(config, Env(), Device(torch.device("cpu"), "gloo"), phase, fleet.trainer_layout(0))
+        rank = Rank.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
         watch = Watch(config.launch.timeout_s)
         place = Place.of(cluster, watch, fleet.trainers, fleet.ranks_per_replica, run_dir(config) / "logs")
         engines = Engines(config, rank.model_folder, stop_token_ids(rank.tokenizer, config.rollout.stop), place)
@@ -267,7 +266,7 @@ class Controller:
         with closing(Telemetry(config, start=start, interactive=is_interactive(), facts=facts)) as telemetry:
             staleness, steps = config.rollout.max_staleness, config.train.steps
             ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=staleness)
-            phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, (), None, phase)
+            phases = TimedPhases(telemetry.span, telemetry.add, rank.device, (), None, phase)
             scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
             overlap, weights = Overlap(self.engines, scorer, phases.part, self.engines.is_stopping), self.weights(ranks)
             between = BetweenRequests(weights, overlap.drain, weights.announce)

@@ -102,7 +102,7 @@ def _offline_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterato
     with rank_telemetry(rank, start) as telemetry, saved([trainer], checkpoint):
         yield OfflineRun(
             prompts=prompts,
-            phases=TimedPhases(telemetry.span, telemetry.add, rank.device.torch, [trainer], current=rank.phase),
+            phases=TimedPhases(telemetry.span, telemetry.add, rank.device, [trainer], current=rank.phase),
             checkpoint=checkpoint,
             telemetry=telemetry,
             state=state,

@@ -206,7 +206,7 @@ def train_policy(
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
         ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
-        phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
+        phases = TimedPhases(telemetry.span, telemetry.add, rank.device, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
         is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
@@ -237,7 +237,7 @@ def train_policy(
 
 def _engine_share(rank: Rank) -> Rollout:
     """On a GPU, the engine gets what is left of its share beside the trainer's part that is not offloaded."""
-    rollout, memory = rank.config.rollout, device_bytes(rank.device.torch)
+    rollout, memory = rank.config.rollout, device_bytes(rank.device)
     if memory is None:
         return rollout
     used, share = max(rank.transport.gather(memory[1] - memory[0])), rollout.gpu_memory_utilization
@@ -366,7 +366,7 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
     arguments = (config, shape, fleet, rank.transport)
-    options: dict[str, Any] = {"is_cuda": rank.device.is_cuda}
+    options: dict[str, Any] = {"is_cuda": rank.device.type == "cuda"}
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)

@@ -102,7 +102,7 @@ class TrainerRank:
         self.phase.name = "sync"
         if self.publisher is not None:
             self.publisher.transport.leave()  # type: ignore[attr-defined]
-        is_cuda = self.rank.device.is_cuda
+        is_cuda = self.rank.device.type == "cuda"
         config, fleet, transport = group.join(self.rank.env.rank, is_cuda=is_cuda)
         sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
         self.publisher = make_publisher(config, self.rank.shape, fleet, transport, sender, None, is_cuda=is_cuda)

@@ -1,8 +1,7 @@
-"""The processes that this one has started, directly or not: noticed when one ends, and ended with their segments.
+"""The processes that this one has started, directly or not: one that ends is noticed at once, before a call that waits
+for its answer times out, and all are ended with their segments.
 
-    /proc --pids, their segments in /dev/shm--> Children --pidfd, in the event loop--> on_lost(cause), at once
-
-A process that waits for a dead child's answer would notice only at its time-out.
+    /proc --pids, their segments in /dev/shm--> Children --pidfd, in the event loop--> on_lost(cause)
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ class Children:
     @classmethod
     def of_this_process(cls) -> Children:
         pids = {pid: _name(pid) for pid in descendants(os.getpid())}
-        maps = [path for pid in (os.getpid(), *pids) if (path := Path(f"/proc/{pid}/maps")).exists()]
         segments = set[str]()
-        for path in maps:
+        for pid in (os.getpid(), *pids):
             with suppress(OSError):
-                segments.update(SEGMENT.findall(path.read_text()))
+                segments.update(SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
         return cls(pids, {name for name in segments if OWN_SEGMENTS.search(name)})
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]) -> None:
@@ -60,7 +58,7 @@ class Children:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, and of theirs."""
+    """Process ids of the children of `pid`, and theirs."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

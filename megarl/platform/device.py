@@ -1,13 +1,13 @@
-"""The device of this process, the backend of its collectives, host memory to copy to, and memory statistics."""
+"""The device of this process, host memory to copy to, and memory statistics."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,24 +19,11 @@ MALLOC = {"ARENA_MAX": (-8, 1), "MMAP_MAX": (-4, 0), "TOP_PAD": (-2, 1 << 26), "
 PINNED = "pinned_max_round_threshold_mb:64"  # larger ones are not rounded up: torch would take 64 GiB for 43 GB
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    torch: torch.device
-    backend: Literal["nccl", "gloo"]
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.torch.type == "cuda"
-
-
-def pick_device(local_rank: int = 0) -> Device:
-    """Select the GPU of this local rank, or the CPU with gloo if torch finds no GPU.
-
-    Raises ValueError if there are more local ranks than GPUs.
-    """
+def pick_device(local_rank: int = 0) -> torch.device:
+    """Selects the GPU of this local rank, or the CPU if torch finds none. Raises ValueError if GPUs are too few."""
     if not torch.cuda.is_available():
         keep_freed_memory()
-        return Device(torch.device("cpu"), "gloo")
+        return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
@@ -45,14 +32,13 @@ def pick_device(local_rank: int = 0) -> Device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED))))
-    return Device(device, "nccl")
+    return device
 
 
 def keep_freed_memory() -> None:
     """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the system faults every
     page in again. Peaks of resident memory then include what earlier phases have freed. Does nothing elsewhere."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, value in MALLOC.values():
             mallopt(option, value)
 
@@ -67,7 +53,7 @@ def gpu_uuids(count: int) -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
 
 
-def host_bytes(size: int, device: torch.device) -> torch.Tensor:
+def host_bytes(size: int, device: torch.device) -> Tensor:
     """Returns [size] uint8 on the host, uninitialised; pinned for copies to and from a GPU."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
@@ -77,9 +63,9 @@ def device_bytes(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
-def free_host_bytes() -> int | None:
-    """Memory that processes can allocate without swapping; None if the system does not report it."""
-    return _proc_bytes("/proc/meminfo", "MemAvailable:")
+def free_host_bytes() -> int:
+    """Memory that processes can allocate without swapping."""
+    return psutil.virtual_memory().available
 
 
 def reset_peak(device: torch.device) -> None:
@@ -92,19 +78,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float:
-    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a CPU.
-
-    NaN if the system does not report it.
-    """
+    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a CPU; NaN if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    peak_bytes = _proc_bytes("/proc/self/status", "VmHWM:")
-    return float("nan") if peak_bytes is None else peak_bytes / 1e9
-
-
-def _proc_bytes(file: str, field: str) -> int | None:
     with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
-    return None
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / 1e9
+    return math.nan

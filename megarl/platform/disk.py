@@ -15,10 +15,8 @@ SLACK_BYTES = 1 << 16  # blocks, and what a file has besides its data
 
 def full_disk(error: BaseException, folder: Path, missing_bytes: int = 0) -> str:
     """Returns one line about the disk of `folder` or the limit on file sizes, if one of them caused `error`, else "".
-
-    Libraries hide the cause (torch's zip writer: "unexpected pos 704 vs 598"), so the disk is also asked whether it has
-    room for `missing_bytes`, what a file lacks that could not be completed.
-    """
+    Libraries hide the cause (torch's zip writer: "unexpected pos 704 vs 598"): the disk must also have room for
+    `missing_bytes`, what an incomplete file lacks."""
     codes = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if errno.EFBIG in codes or -1 < limit < missing_bytes + SLACK_BYTES:

@@ -1,7 +1,5 @@
 """The process environment, read once into a frozen `Env`; the only module that uses `os.environ`. No torch.
 
-    launcher --set_env, child_env--> os.environ --Env.read--> Env
-
 torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefixes the names of a job's shared
 resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
@@ -128,9 +126,8 @@ def count_gpus() -> int:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    counts = (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)
-    return next((count for count in counts if count), 0)
+        return sum(name.strip() not in ("", "-1") for name in visible.split(","))
+    return next(filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)), 0)
 
 
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:

@@ -1,7 +1,4 @@
-"""Downloads from the Hugging Face hub. Cache, token, endpoint and offline mode are those of huggingface_hub.
-
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. If the hub cannot be reached, the cached commit is used.
-"""
+"""Downloads from the Hugging Face hub, by huggingface_hub's environment variables; from its cache if unreachable."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ class Repository:
     def download(
         self, patterns: Sequence[str] | None = None, *, ignored: Sequence[str] = (), progress: bool = False
     ) -> Path:
-        """Downloads the files that match, by default all; returns their folder, named by the commit.
-
-        Raises ValueError with the value and the remedy: each way of failing is the user's to correct.
-        """
+        """Downloads the files that match, or all; returns their folder, named by the commit. Raises ValueError."""
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage] (httpx's)
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -36,17 +30,16 @@ class Repository:
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
             (enable_progress_bars if progress and sys.stderr.isatty() else disable_progress_bars)()
         try:
-            return Path(
-                snapshot_download(
-                    self.id,
-                    repo_type=self.kind,
-                    revision=self.revision,
-                    allow_patterns=None if patterns is None else [*patterns],
-                    ignore_patterns=[*ignored],
-                )
+            folder = snapshot_download(
+                self.id,
+                repo_type=self.kind,
+                revision=self.revision,
+                allow_patterns=None if patterns is None else [*patterns],
+                ignore_patterns=[*ignored],
             )
         except (OSError, HTTPError, XetDownloadError, RuntimeError, ValueError) as error:
             raise ValueError(f"{self.name} {self._explain(error)}") from error
+        return Path(folder)
 
     def _explain(self, error: Exception) -> str:
         from huggingface_hub import constants, errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any
 
 MAX_DEPTH = 100
@@ -10,22 +11,15 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """Returns the value. Raises ValueError if the text is not JSON, or is nested too deeply.
-
-    unique_keys: refuse an object that has a key twice; by default the last one counts
-    """
+    """Returns the value. Raises ValueError if it is not JSON, too deep or, with `unique_keys`, has a key twice."""
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
+        parents = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = list(chain.from_iterable(parents))
     if level:
         raise ValueError(TOO_DEEP)
     return value

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _PACKAGE = "megatron.core"
 _SEEN_BY = (f"{_PACKAGE}.", "megatron.bridge.")
@@ -41,26 +42,18 @@ class Patch:
 _CPU = torch.device("cpu")
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
+def _nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
-class _Stream:
+class _Stream(contextlib.AbstractContextManager):
     """A CUDA stream or event. A CPU executes in order, so there is a single stream and nothing to wait for."""
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_error: object) -> None: ...
+    __init__ = __exit__ = wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    wait_stream = wait_event = synchronize = record = wait = _nothing
 
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or self
@@ -68,20 +61,17 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _end: _Stream) -> float:
-        return 0.0
-
 
 # Replaces the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
 # Nothing draws from it: layers have no dropout, and parameters are loaded.
 _GENERATOR = torch.Generator()
 
 
-def _get_rng_state(device: Any = None) -> torch.Tensor:
+def _get_rng_state(device: Any = None) -> Tensor:
     return _GENERATOR.get_state()
 
 
-def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+def _set_rng_state(state: Tensor, device: Any = None) -> None:
     _GENERATOR.set_state(state)
 
 
@@ -90,11 +80,11 @@ def _no_compile(function: Any = None, **_kwargs: Any) -> Any:
     return (lambda inner: inner) if function is None else function
 
 
-def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_host(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns the factory with device="cuda" replaced by the CPU and pin_memory ignored."""
 
     @functools.wraps(factory)
-    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         if device is not None and torch.device(device).type == "cuda":
             device = _CPU
         return factory(*args, device=device, **kwargs)
@@ -107,8 +97,8 @@ def _sizes(sizes: Any) -> list[int] | None:
 
 
 def _all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,  # Megatron passes it by this name
+    output: Tensor,
+    input: Tensor,  # Megatron passes it by this name
     output_split_sizes: Any = None,
     input_split_sizes: Any = None,
     group: Any = None,
@@ -119,49 +109,36 @@ def _all_to_all_single(
     )
 
 
-def _is_even(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(tensor.shape == tensors[0].shape for tensor in tensors)
-
-
-def _all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> Any:
+def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """Pads parts of different lengths to the longest."""
-    if _is_even(tensor_list):
+    if len({part.shape for part in tensor_list}) == 1:
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
-    longest = max(part.shape[0] for part in tensor_list)
+    longest = max(map(len, tensor_list))
     padded = tensor.new_zeros(longest, *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor
+    padded[: len(tensor)] = tensor
     buffers = [torch.empty_like(padded) for _ in tensor_list]
     dist.all_gather(buffers, padded, group)
     for part, buffer in zip(tensor_list, buffers, strict=True):
-        part.copy_(buffer[: part.shape[0]])
-    return None
+        part.copy_(buffer[: len(part)])
 
 
 def _reduce_scatter(
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
+    output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """Reduces parts of different lengths as one tensor, of which each rank keeps its part."""
-    if _is_even(input_list):
+    if len({part.shape for part in input_list}) == 1:
         return dist.reduce_scatter(output, [part.contiguous() for part in input_list], op, group, async_op)
     assert not async_op, "an uneven reduce_scatter is emulated and cannot be asynchronous"
     whole = torch.cat(input_list)
     dist.all_reduce(whole, op, group)
-    output.copy_(whole.split([part.shape[0] for part in input_list])[dist.get_rank(group)])
-    return None
+    output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(group)])
 
 
-def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
-    if args or kwargs:
-        return tensor.type(*args, **kwargs)
-    return str(tensor.type()).replace("torch.", "torch.cuda.", 1)
+    found: Any = tensor.type(*args, **kwargs)
+    return found if args or kwargs else found.replace("torch.", "torch.cuda.", 1)
 
 
 _FACTORIES = (
@@ -195,8 +172,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.default_stream", _Stream, "as above"),
     Patch("torch.cuda.synchronize", _nothing, "waits for the GPU"),
     Patch("torch.cuda.is_current_stream_capturing", lambda: False, "checks for CUDA graph capture", "0.19.2"),
-    Patch("torch.cuda.empty_cache", _nothing, "frees cached blocks"),
-    Patch("torch.cuda.memory_allocated", lambda *_args, **_kwargs: 0, "counts GPU memory"),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges"),
     Patch("torch.cuda.nvtx.range_pop", _nothing, "as above"),
     # Compilation: takes longer than small functions take to run, and inductor needs a C++ compiler
@@ -206,13 +181,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them"),
     Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above"),
     # Names that need Transformer Engine
-    Patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, "is undefined without it", "0.16.1"),
-    Patch(
-        "megatron.core.transformer.multi_latent_attention.HAVE_TE",
-        False,
-        "is true without it, and then uses classes that are None",
-        "0.16.1",
-    ),
+    Patch(f"{_PACKAGE}.transformer.moe.moe_utils.te_general_gemm", None, "undefined without it", "0.16.1"),
+    Patch(f"{_PACKAGE}.transformer.multi_latent_attention.HAVE_TE", False, "true without its classes", "0.16.1"),
 )
 
 
@@ -221,42 +191,37 @@ class _View(ModuleType):
 
     def __init__(self, real: ModuleType, overrides: dict[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
-        self.__dict__.update(overrides)
-        self.__dict__["_real"] = real
+        self.__dict__.update(overrides, _real=real)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def __dir__(self) -> list[str]:
-        return dir(self._real)
-
 
 def _views(patches: Sequence[Patch]) -> dict[str, _View]:
     """{"torch": view, "torch.cuda": view, ...}; the first contains the second."""
-    overrides: dict[str, dict[str, Any]] = {"torch": {}}
+    overrides: dict[str, dict[str, Any]] = defaultdict(dict)
     for patch in patches:
         if patch.where.startswith("torch."):
             module, _, name = patch.where.rpartition(".")
-            overrides.setdefault(module, {})[name] = patch.replacement
+            overrides[module][name] = patch.replacement
     views: dict[str, _View] = {}
     for module in sorted(overrides, key=lambda name: -name.count(".")):  # innermost first
-        for inner, view in views.items():
-            if inner.rpartition(".")[0] == module:
-                overrides[module][inner.rpartition(".")[2]] = view
         views[module] = _View(sys.modules[module], overrides[module])
+        outer, _, name = module.rpartition(".")
+        overrides[outer][name] = views[module]
     return views
 
 
+@dataclass
 class _Rewrite(ast.NodeTransformer):
     """Rewrites `x.cuda(...)` to `__host_cuda__(x, ...)`."""
 
-    def __init__(self, methods: dict[str, str]) -> None:
-        self._methods = methods
+    methods: dict[str, str]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in self._methods:
-            name = ast.copy_location(ast.Name(self._methods[node.func.attr], ast.Load()), node.func)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in self.methods:
+            name = ast.copy_location(ast.Name(self.methods[node.func.attr], ast.Load()), node.func)
             return ast.copy_location(ast.Call(name, [node.func.value, *node.args], node.keywords), node)
         return node
 
@@ -316,19 +281,14 @@ def is_installed() -> bool:
     return any(isinstance(finder, _Host) for finder in sys.meta_path)
 
 
-def install(*, has_cuda: bool | None = None) -> bool:
-    """Make megatron.core run on a CPU; returns whether the patches are active.
-
-    Does nothing with CUDA (`has_cuda` None: torch.cuda.is_available) or when called again. Raises RuntimeError if
-    megatron.core has been imported before.
-    """
-    if torch.cuda.is_available() if has_cuda is None else has_cuda:
+def install() -> bool:
+    """Makes megatron.core run on a CPU; returns whether the patches are active. Does nothing with CUDA, or when called
+    again. Raises RuntimeError if megatron.core has been imported before."""
+    if torch.cuda.is_available():
         return False
     if is_installed():
         return True
     if _PACKAGE in sys.modules:
-        raise RuntimeError(
-            "megatron.core was imported before megarl.platform.megatron_on_cpu.install(); call install() first"
-        )
+        raise RuntimeError(f"{_PACKAGE} was imported before {__name__}.install(); call install() first")
     sys.meta_path.insert(0, _Host(PATCHES))
     return True

@@ -5,8 +5,8 @@
                  unlink_shm  -> removes the job's segments when it ends
     next job     unlink_dead -> removes segments of jobs that were killed: nobody locks their prefix
 
-The engine unlinks its segments once every rank has mapped them, so only a job killed during start-up leaves any.
-A file lock, unlike a process id, is also seen by another container that shares /dev/shm.
+The engine unlinks its segments once every rank has mapped them: only a job killed during start-up leaves any. A file
+lock, unlike a process id, is also seen by another container that shares /dev/shm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
     """Remove the segments whose names start with `prefix`, and its lock if `lock`; returns their names."""
     assert prefix.startswith(MARK), f"{prefix!r} is not a megarl prefix: segments of other programs could match"
     removed = []
-    for path in SHM.glob("*") if SHM.is_dir() else ():
+    for path in SHM.glob("*"):
         if path.name.startswith(prefix) and (lock or path.name != f"{prefix}{LOCK}"):
             with suppress(OSError):  # another process removed it, or it is another user's, or a folder
                 path.unlink()

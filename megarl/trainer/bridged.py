@@ -3,10 +3,9 @@
     folder --AutoBridge--> provider, with megarl's settings --provide--> model chunks, as in model.py
     chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices of this rank
 
-These slices are then used to load, sync and export weights, as with a table. Recording moves no weights; it makes a few
-copies of one HF tensor at a time, at 8 bytes per element.
-On a GPU, Bridge builds the layers from Transformer Engine. On a CPU, where Bridge still requires Transformer Engine
-(tests replace it with a stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
+The slices serve as a table's to load, sync and export weights. Recording makes a few copies of one HF tensor at a time,
+at 8 bytes per element. On a GPU, Bridge builds the layers from Transformer Engine. On a CPU, where it still requires it
+(tests have a stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
-from megarl.trainer.model import local_tensors, patch_chunk
+from megarl.trainer.model import by_prefix, local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
 from megarl.weights.placements import SlicesByRank
 from megarl.weights.transports.values import gather_values
@@ -42,6 +41,7 @@ FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the 
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
     ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
+OFF = ("fp16", "should_pad_vocab", "moe_permute_fusion", "moe_shared_expert_overlap", "apply_rope_fusion")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -82,7 +82,8 @@ class Bridged:
             AutoMapping.register_module_type(module, "replicated")
         auto = AutoBridge.from_hf_pretrained(str(shape.bridge))
         provider = auto.to_megatron_provider(load_weights=False)
-        for name, value in _settings(provider, shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te):
+        settings = _settings(provider, shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te)
+        for name, value in settings.items():
             setattr(provider, name, value)
         if not use_te:
             _take_local_layers(provider, shape, layout)
@@ -115,32 +116,25 @@ class Bridged:
         return gather_values(slices)
 
 
-def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> Iterator[tuple[str, Any]]:
-    """Yields megarl's settings, which override Bridge's: layout, numerics, no dropout, no multi-token prediction."""
+def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> dict[str, Any]:
+    """Returns megarl's settings, which override Bridge's: layout, numerics, no dropout, no multi-token prediction."""
     run = run_settings(shape.layers, layout, **how)
     if how["use_te"]:
         del run["bias_activation_fusion"]  # Bridge knows whether the family's activation has a fused kernel
-    yield from run.items()
-    if provider.num_moe_experts:
-        yield from router_settings(use_te=how["use_te"]).items()
-    yield from {
-        "fp16": False,
+    return {
+        **run,
+        **(router_settings(use_te=how["use_te"]) if provider.num_moe_experts else {}),
         "vocab_size": padded_vocab(shape.vocab, layout.tp.size),
-        "should_pad_vocab": False,
-        "mtp_num_layers": None,
-        "moe_z_loss_coeff": None,
-        "moe_permute_fusion": False,
-        "moe_shared_expert_overlap": False,
-        "apply_rope_fusion": False,
-        "fp8": None,
-    }.items()
+        **dict.fromkeys(OFF, False),
+        **dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "fp8")),
+    }
 
 
 def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None:
     from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore[reportMissingImports]
 
     spec = provider.transformer_layer_spec
-    special = [f"{name}={getattr(provider, name)}" for name in PLAIN if getattr(provider, name) != PLAIN[name]]
+    special = [f"{name}={found}" for name, plain in PLAIN.items() if (found := getattr(provider, name)) != plain]
     if special or getattr(spec, "func", spec) not in (default_layer_spec, get_gpt_decoder_block_spec):
         reason = ", ".join(special) or "its own layer spec"
         raise ValueError(f"{shape.family} has {reason}, which only Transformer Engine supports: train it on GPUs")
@@ -161,28 +155,25 @@ def _is_moe(config: Any, layer: int) -> bool:
 def record(
     chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
 ) -> list[ShardSlice]:
-    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion.
-
-    `experts` is the axis over which experts are split. Call it on every rank that shares tensors. Raises ValueError
-    naming the tensor and the parameter if the conversion does more than copy elements.
-    """
+    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion. Experts are
+    split over the axis `experts`. Call it on every rank that shares tensors. Raises ValueError naming tensor and
+    parameter if the conversion does more than copy elements."""
     registry, slices = bridge.mapping_registry(), []
-    for number, chunk in enumerate(chunks):
-        prefix = f"chunk{number}." if len(chunks) > 1 else ""
+    for prefix, chunk in by_prefix(chunks).items():
         for name, tensor in local_tensors([chunk]).items():
             mapping = _mapping(registry, chunk, _global(name, chunk, experts), shapes)
             if mapping is None:
                 raise ValueError(
                     f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is config.json from another model?"
                 )
-            converted = _convert(name, tensor, chunk, bridge, mapping, shapes)
-            slices += moved_slices(prefix + name, *converted, padded=name in (EMBEDDING, OUTPUT))
+            (first, second), indices = _convert(name, tensor, chunk, bridge, mapping, shapes)
+            slices += moved_slices(prefix + name, first, second, indices, padded=name in (EMBEDDING, OUTPUT))
     return slices
 
 
 def _convert(
     name: str, tensor: Tensor, chunk: GPTModel, bridge: Any, mapping: Any, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Tensor, Tensor, IndexTensors]:
+) -> tuple[list[Tensor], IndexTensors]:
     """Returns Bridge's parameter from index tensors, twice, and these tensors."""
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
@@ -207,8 +198,7 @@ def _convert(
                     f"{' and '.join(indices.first)}; is config.json from another model?"
                 )
             converted.append(index)
-    first, second = converted
-    return first, second, indices
+    return converted, indices
 
 
 @contextmanager
@@ -225,14 +215,11 @@ def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _mapping(registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """Bridge's rule for the parameter `name`, or for its name under Transformer Engine; None if there is none.
-
-    A tied output layer, on the last stage, is a copy of the embedding.
-    """
+    """Bridge's rule for the parameter `name`, or for its name under Transformer Engine; None if there is none. A tied
+    output layer, on the last stage, is a copy of the embedding."""
     names = [EMBEDDING] if name == OUTPUT and model.share_embeddings_and_output_weights else [name, _under_te(name)]
     for megatron_name in names:
-        rule = registry.megatron_to_hf_lookup(megatron_name)
-        if rule is None:
+        if (rule := registry.megatron_to_hf_lookup(megatron_name)) is None:
             continue
         tensors = rule.hf_param.values() if isinstance(rule.hf_param, dict) else [rule.hf_param]
         if rule.allow_hf_name_mismatch or all(tensor in shapes for tensor in tensors):

@@ -32,11 +32,10 @@ def row_multiple(context: int) -> int:
 
 def local_positions(lengths: Sequence[int], context: Axis) -> Tensor:
     """Returns [Q] int64: which of the P positions of these padded rows are on this rank, in its order."""
-    parts, start = [torch.arange(0)], 0
-    for length in lengths:
-        chunk = length // row_multiple(context.size)
-        parts += [torch.arange(start + i * chunk, start + (i + 1) * chunk) for i in _chunks(context)]
-        start += length
+    parts = [torch.arange(0)]
+    for row_L in torch.arange(sum(lengths)).split([*lengths]):
+        chunks = row_L.view(row_multiple(context.size), -1)
+        parts += [chunks[i] for i in _chunks(context)]
     return torch.cat(parts)
 
 

@@ -21,11 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.trainer.heads import Head, HeadOptions
-from megarl.trainer.microbatch import Microbatch, length_of
+from megarl.trainer.microbatch import Microbatch
 from megarl.types import Loss, MicrobatchRows, TokenOutputs
-
-# Called on the last stage with each micro-batch; returns its loss.
-OnOutputs = Callable[[MicrobatchRows, TokenOutputs], Tensor]
 
 
 def forward_backward(
@@ -33,16 +30,13 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     head: Head,
     options: HeadOptions,
-    on_outputs: OnOutputs,
+    on_outputs: Callable[[MicrobatchRows, TokenOutputs], Tensor],  # on the last stage; returns a micro-batch's loss
     *,
     context: ProcessGroup,
     train: bool,
 ) -> None:
-    """Run the micro-batches through the pipeline; with `train`, also backward, summing gradients over data ranks.
-
-    With several chunks (virtual stages), all micro-batches must have the same length, and their number must be a
-    multiple of the pipeline size.
-    """
+    """Runs the micro-batches through the pipeline; with `train`, also backward, summing gradients over data ranks.
+    Several chunks (virtual stages) need micro-batches of equal length, in multiples of the pipeline size."""
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         microbatch = next(data)
@@ -66,7 +60,7 @@ def forward_backward(
             data_iterator=iter(microbatches) if len(chunks) == 1 else [iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
-            seq_length=max(length_of(microbatch) for microbatch in microbatches),
+            seq_length=max(microbatch.length for microbatch in microbatches),
             micro_batch_size=1,
             forward_only=not train,
         )
@@ -80,20 +74,18 @@ def _read(
     if model.config.sequence_parallel:
         hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel)
     outputs = head.read(model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options)
-    read = {field.name: x_S for field in fields(outputs) if (x_S := getattr(outputs, field.name)) is not None}
-    size, index = microbatch.rows.index.numel(), (microbatch.read_rows,)
-    whole = {name: x_S.new_zeros(size, *x_S.shape[1:]).index_put(index, x_S) for name, x_S in read.items()}
-    if context.size() > 1:
-        # Sum in forward, copy in backward: every context rank has the whole loss but backpropagates only its own part.
-        whole = {name: reduce_from_tensor_model_parallel_region(x_M, group=context) for name, x_M in whole.items()}
+    whole: dict[str, Tensor] = {}
+    for field in fields(outputs):
+        if (x_S := getattr(outputs, field.name)) is not None:
+            x_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:]).index_put((microbatch.read_rows,), x_S)
+            # Sum in forward, copy in backward: context ranks have the whole loss but backpropagate only their own part.
+            whole[field.name] = reduce_from_tensor_model_parallel_region(x_M, group=context)
     return TokenOutputs(**whole)
 
 
 class LossSums:
-    """Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates `totals`.
-
-    `totals` starts from the sums of an empty micro-batch, so that every rank of every stage has the same keys.
-    """
+    """Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates `totals`, which
+    start as the sums of an empty micro-batch, so that every rank of every stage has the same keys."""
 
     def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
         """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head."""

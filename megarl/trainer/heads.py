@@ -1,7 +1,4 @@
-"""Heads compute outputs from the hidden states of the last stage: log-probs of labels, or one number per token.
-
-A head reads only the positions it selects, so prompts cost no logits.
-"""
+"""Heads: from hidden states of the last stage, where they read, log-probs of labels or one number per token."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class HeadOptions:
 
 
 class Head(Protocol):
-    """A head for `Trainer.build`. `S` is the number of positions it reads in a micro-batch."""
+    """A head for `Trainer.build`. `S` is the number of positions it reads in a micro-batch; by default trained ones."""
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -46,11 +43,10 @@ class Head(Protocol):
 
     def positions(self, batch: TokenBatch) -> Tensor:
         """Returns [T] bool: the positions to read."""
-        ...
+        return batch.mask
 
     def attach(self, model: GPTModel) -> None:
-        """Adds the head's parameters, initialised, to the last model chunk."""
-        ...
+        """Adds the head's parameters, initialised, to the last model chunk; by default none."""
 
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
         """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`. Labels may be [S, 1 + K]."""
@@ -58,12 +54,12 @@ class Head(Protocol):
 
     def table(self, table: Table, shape: ModelShape) -> Table:
         """Returns the family's table with the tensors that a folder of the model with this head has."""
-        ...
+        return table
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyHead:
-    """Log-prob of each label, and entropy."""
+class VocabularyHead(Head):
+    """Log-prob of each label, and entropy, by the model's output layer or its tied embedding."""
 
     vocab: int
     chunk: int  # tokens whose fp32 logits exist at once
@@ -72,17 +68,11 @@ class VocabularyHead:
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         return ("logprobs_T", "entropy_T") if entropy else ("logprobs_T",)
 
-    def positions(self, batch: TokenBatch) -> Tensor:
-        return batch.mask
-
-    def attach(self, model: GPTModel) -> None:
-        """Adds nothing: `read` uses the model's output layer, or the tied embedding."""
-
     def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
         tied = model.share_embeddings_and_output_weights
         weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         assert weight_VH is not None
-        shard, top_SK = VocabShard.of(self.vocab, weight_VH.shape[0], options.tensor_group), None
+        shard, top_SK = VocabShard.of(self.vocab, len(weight_VH), options.tensor_group), None
         if options.top_k:
             top_SK = top_tokens(hidden_SH, weight_VH, shard, chunk=self.chunk, count=options.top_k)
             labels_S = torch.cat([labels_S[:, None], top_SK], 1)
@@ -97,18 +87,13 @@ class VocabularyHead:
         )
         return replace(outputs, extra_labels_TK=top_SK)
 
-    def table(self, table: Table, shape: ModelShape) -> Table:
-        return table
-
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """A critic: a linear layer from the hidden state to one value at each trained position, initialised to 0.
+    """A critic: a linear layer, initialised to 0, from the final norm's output to one value at each trained position.
 
-    The hidden state is that which enters the vocabulary head, so after the final norm. Its parameters,
-    `value_head.weight` and `.bias`, are replicated on all tensor ranks; in a Hugging Face folder, a token classifier
-    without `lm_head`, they are `score.weight` and `.bias`.
-    """
+    Its parameters, `value_head.weight` and `.bias`, are replicated on all tensor ranks; in a Hugging Face folder, a
+    token classifier without `lm_head`, they are `score.weight` and `.bias`."""
 
     is_tensor_parallel: bool = False
     outputs: ClassVar[Any] = 1
@@ -151,8 +136,7 @@ class RewardHead(ValueHead):
 
     scalar    reads the last token of each row; a sequence classifier in a folder, without bias
     token     reads the response's tokens and aggregates; "weighted": a second output is the logit of a token's weight
-    process   reads where `mask` is True: the last token of each step of a StepBatch. `values_T` are the scores
-    """
+    process   reads where `mask` is True: the last token of each step of a StepBatch. `values_T` are the scores"""
 
     kind: Literal["scalar", "token", "process"] = "scalar"
     aggregate: str = "last"  # of kind token: a name of `row_scores`
@@ -181,9 +165,8 @@ def load_head(folder: str | Path) -> RewardHead:
     """Returns the head of a reward model in a Hugging Face folder. Another's token classifier has kind process.
 
     Its weights are loaded with the model's: ``Trainer.build(read_model(folder), layout, folder=folder,
-    head=load_head(folder), ...)``. Then ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
-    Raises ValueError for a folder of another kind.
-    """
+    head=load_head(folder), ...)``. Then ``head.scores(trainer.forward(batch), batch)`` are the rewards [N]. Raises
+    ValueError for a folder of another kind."""
     if not (file := Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; name the folder of a reward model")
     config = parse_json(file.read_bytes())

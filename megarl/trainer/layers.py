@@ -1,8 +1,8 @@
 """The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
 
-The local spec lacks three things, defined here: a norm that allows sequence parallelism, a core attention that takes
-packed rows, and latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all
-rows end to end, H heads of this tensor rank, G key/value heads, D head_dim of query and key, E of value.
+The local spec lacks what is defined here: a norm that allows sequence parallelism, a core attention of packed rows, and
+latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all rows end to end, H heads of
+this tensor rank, G key/value heads, D head_dim of query and key, E of value.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E].
-
-    Rows of similar length are padded and share one call. Padding comes last in a row, so the causal mask hides it.
-    """
+    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E]. Rows of similar
+    length are padded and share one call. Padding comes last, so the causal mask hides it."""
 
     def __init__(
         self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_unused: Any
@@ -63,7 +61,6 @@ class PackedAttention(torch.nn.Module):
         key: Tensor,  # [T, G, D]
         value: Tensor,  # [T, G, E]
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
@@ -74,7 +71,7 @@ class PackedAttention(torch.nn.Module):
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         return attend(query, key, value, lengths, self.context, self._attend)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None) -> Tensor:
         """Causal attention, a `Score`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
@@ -97,10 +94,10 @@ class SinkAttention(PackedAttention):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Of every tensor rank's heads; Megatron's default would save those of the first as if they were all."""
-        tensors = self.state_dict(prefix="", keep_vars=True)
+        tensors = self.state_dict(keep_vars=True)
         return make_sharded_tensors_for_checkpoint(tensors, prefix, {"softmax_offset": 0}, sharded_offsets)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None = None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores_RHLL = (q @ k.transpose(-1, -2)).float() * (self.scale or q.shape[-1] ** -0.5)
         if distance_RLK is None:
@@ -113,11 +110,8 @@ class SinkAttention(PackedAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's layer, but with the down projections replicated on every tensor rank, as in Transformer Engine.
-
-    Megatron's local spec splits them and gathers their outputs; the gradient of the key shared by all heads then misses
-    the contributions of the other ranks' heads (0.16.1, 0.19.2).
-    """
+    """Megatron's layer, with the down projections replicated on every tensor rank, as in Transformer Engine: its local
+    spec splits them, and the gradient of the key shared by all heads misses other ranks' heads (0.16.1, 0.19.2)."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -131,8 +125,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(weight)
+        self.weight = torch.nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -144,12 +137,9 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Works around three bugs in the handling of expert biases in Megatron's local spec (0.16.1, 0.19.2).
-
-    The bias is added in place to the output, which autograd considers a view of the input if nothing is reduced; hence
-    the clone. The bias is marked as sequence parallel, so its gradient is reduced once too often. And it is not marked
-    as tensor parallel, so the gradient norm counts it on the first tensor rank only.
-    """
+    """Works around three bugs of expert biases in Megatron's local spec (0.16.1, 0.19.2): the bias is added in place to
+    the output, to autograd a view of the input if nothing is reduced (hence the clone); it is marked as sequence
+    parallel, so its gradient is reduced twice, and not as tensor parallel, so only the first rank's norm counts it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -190,10 +180,10 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> Mod
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     if is_moe and config.add_bias_linear:
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
-    if config.qk_layernorm and not config.multi_latent_attention:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
 

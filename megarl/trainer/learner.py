@@ -19,6 +19,8 @@ from megarl.trainer.router_replay import BatchRoutes
 from megarl.trainer.trainer import Trainer
 from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
 
+BeforeStep = Callable[[TokenOutputs], None]
+SelectRows = Callable[[ScoredBatch], list[int]]
 Frozen = Mapping[str, Callable[[TrainBatch], TokenOutputs]]  # other models, by the field of TokenScores they compute
 
 
@@ -51,11 +53,8 @@ class PolicyLearner:
         return replace(self, span=span)
 
     def score(self, batch: TrainBatch) -> TokenScores:
-        """Returns log-probs of `labels` under the current weights, and under the reference if there is one.
-
-        No forward pass is made that the update would repeat: if nothing reads the former before it, they are None. The
-        latter are None right after the reference has become the policy, when they equal the former.
-        """
+        """Returns log-probs of `labels` under the current weights: None if nothing reads them before the update, whose
+        forward pass has them. And under the reference, if there is one that is not the policy."""
         needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1 or self.records_routes
         with self.span("logprobs"):
             (old_T, routes), ref_T = self._old_logprobs(batch) if needs_old else (None, ()), None
@@ -74,16 +73,14 @@ class PolicyLearner:
 
     def _old_logprobs(self, batch: TrainBatch) -> tuple[Tensor, BatchRoutes]:
         """Returns log-probs under the current weights, and the routes under which the updates compare with them."""
-        if self.records_routes:
-            return self.trainer.logprobs_and_routes(batch)
-        return self.trainer.logprobs(batch), batch.routes
+        if not self.records_routes:
+            return self.trainer.logprobs(batch), batch.routes
+        routes: list[Any] = []
+        return self.trainer.logprobs(batch, record=routes), tuple(routes)
 
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
-        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch.
-
-        The gate sees the batch with its old log-probs: before the update, or where they are those of the update's own
-        forward pass, between its backward pass and the optimizer's step.
-        """
+        """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch. The
+        gate sees old log-probs: before the update, or where they are those of its own forward pass, before its step."""
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
@@ -113,12 +110,7 @@ class PolicyLearner:
         return StepReport(tuple(updates), metrics)
 
     def _update(
-        self,
-        batch: ScoredBatch,
-        plan: MicrobatchPlan,
-        weights_T: Tensor,
-        index: int,
-        before_step: Callable[[TokenOutputs], None] | None,
+        self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int, before_step: BeforeStep | None
     ) -> UpdateReport:
         select_T = None
         if self.objective.selects_tokens:
@@ -142,9 +134,6 @@ def batch_plans(batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows
     orders = [f"{seed} {trainer.scheduler.step} {epoch}" for epoch in range(train.epochs_per_batch)]
     seeds = [None, *orders[1:]] if train.updates_per_step > 1 else [None] * len(orders)
     return [plan_microbatches(batch, trainer.layout, train, units=units, shuffle=order) for order in seeds]
-
-
-SelectRows = Callable[[ScoredBatch], list[int]]
 
 
 @dataclass(frozen=True)

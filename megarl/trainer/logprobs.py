@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -51,11 +52,9 @@ def token_outputs(
     entropy: bool,
 ) -> TokenOutputs:
     """Returns log-probs of `labels` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
-
     Labels are [T] int64, or [T, 1 + K] with K extra ones, which may repeat the first. Every tensor rank passes all of
     `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the
-    weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
-    """
+    weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned."""
     labels_KT = labels[None] if labels.ndim == 1 else labels.T
     logprobs_KT, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_KT, (shard, temperature, chunk), entropy)
     extra_TK = None if labels.ndim == 1 else logprobs_KT[1:].T
@@ -104,16 +103,15 @@ class _VocabLogprobs(torch.autograd.Function):
             _lower(sums_nT[:, tokens], max_T[tokens] - new_max_C)
             max_T[tokens] = new_max_C
             z_CV.sub_(new_max_C[:, None])
-            exp_CV = torch.exp(z_CV, out=tiles.second(z_CV) if entropy else z_CV)
+            exp_CV = torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape) if entropy else z_CV)
             sums_nT[0, tokens] += exp_CV.sum(1)
             if entropy:
                 sums_nT[1, tokens] += exp_CV.mul_(z_CV).sum(1)
         if dist.get_world_size(group) > 1:
-            global_max_T = max_T.clone()
-            dist.all_reduce(global_max_T, dist.ReduceOp.MAX, group=group)
-            _lower(sums_nT, max_T - global_max_T)
+            own_max_T = max_T.clone()
+            dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
+            _lower(sums_nT, own_max_T - max_T)
             dist.all_reduce(sums_nT, group=group)
-            max_T = global_max_T
         logsum_T = sums_nT[0].log()
         entropy_T = logsum_T - sums_nT[1] / sums_nT[0]
         ctx.save_for_backward(hidden_TH, weight_VH, labels_KT, max_T, sums_nT[0], entropy_T)
@@ -124,11 +122,9 @@ class _VocabLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max).
-
-        That sum is divided out per row: max + log sum would be rounded to the size of the logits, and p of a likely
-        token with it, of whose 1 - p little is left.
-        """
+        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max),
+        divided out per row: max + log sum would be rounded to the size of the logits, and with it p of a likely token,
+        of whose 1 - p little is left."""
         hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
         grad_logprobs_KT, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *ctx.options)
@@ -147,24 +143,21 @@ class _VocabLogprobs(torch.autograd.Function):
             if grad_entropy_T is None:
                 grad_CV = z_CV.exp_() if has_factor else z_CV.exp_().mul_(grad_T[tokens, None])
             else:
-                p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.second(z_CV)), grad_entropy_T[tokens]
+                p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape)), grad_entropy_T[tokens]
                 constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
             grad_CV.scatter_add_(1, row_CK, -hot_KT[:, tokens].T * here_CK)
             _add_product(grad_hidden_TH[tokens], grad_CV, weight_VH[columns])
-            if grad_weight_VH is None:
-                continue
-            scaled_CH = (tiles.hidden(tokens) * scale_T[tokens, None]).to(
-                hidden_TH.dtype if hidden_TH.is_cuda else tiles.dtype
-            )
-            _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
+            if grad_weight_VH is not None:
+                hidden_CH = tiles.hidden(tokens)
+                scaled_CH = (hidden_CH * scale_T[tokens, None]).to(hidden_CH.dtype)
+                _add_product(grad_weight_VH[columns], grad_CV.T, scaled_CH)
         grad_hidden_TH = grad_hidden_TH.mul_(scale_T[:, None]).to(hidden_TH.dtype)
-        if grad_weight_VH is None:
-            return grad_hidden_TH, None, None, None, None
         if ctx.main_grad is not None:
-            nothing = torch.zeros_like(weight_VH) if ctx.must_have_grad else None
-            return grad_hidden_TH, nothing, None, None, None
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None
+            grad_weight_VH = torch.zeros_like(weight_VH) if ctx.must_have_grad else None
+        elif grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_TH, grad_weight_VH, None, None, None
 
 
 def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
@@ -186,13 +179,13 @@ class _Tiles:
         self._tokens = max(1, min(chunk, hidden_TH.shape[0]))
         columns = TILE_BYTES[hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
         self._columns = max(1, min(columns, shard.size))
-        self._buffers_2n: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def __iter__(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
         for tokens in _slices(self._hidden_TH.shape[0], self._tokens):
             hidden_CH = self.hidden(tokens)
             for columns in _slices(self._shard.size, self._columns):
-                z_CV = self._buffer(0, tokens.stop - tokens.start, columns.stop - columns.start)
+                z_CV = self.buffer(0, (tokens.stop - tokens.start, columns.stop - columns.start))
                 _add_product(z_CV, hidden_CH, self._weight_VH[columns].T, beta=0.0, alpha=1 / self.temperature)
                 row_CK = self._labels_KT[:, tokens].T - (self._shard.start + columns.start)
                 here_CK = (row_CK >= 0) & (row_CK < z_CV.shape[1])
@@ -203,14 +196,11 @@ class _Tiles:
         hidden_CH = self._hidden_TH[tokens]
         return hidden_CH if hidden_CH.is_cuda else hidden_CH.to(self.dtype)
 
-    def second(self, z_CV: Tensor) -> Tensor:
-        """A second buffer of the same shape."""
-        return self._buffer(1, *z_CV.shape)
-
-    def _buffer(self, number: int, num_tokens: int, num_columns: int) -> Tensor:
-        while len(self._buffers_2n) <= number:
-            self._buffers_2n.append(self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype))
-        return self._buffers_2n[number][: num_tokens * num_columns].view(num_tokens, num_columns)
+    def buffer(self, number: int, shape: Sequence[int]) -> Tensor:
+        """The first of two buffers has the logits; the second, as large, exists once it is asked for."""
+        while len(self._buffers) <= number:
+            self._buffers.append(self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype))
+        return self._buffers[number][: prod(shape)].view(*shape)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -219,9 +209,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
     """into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
-    if a.dtype == b.dtype == into.dtype:
-        torch.addmm(into, a, b, beta=beta, alpha=alpha, out=into)
-    elif into.is_cuda:
+    if into.is_cuda and not a.dtype == b.dtype == into.dtype:
         low = b.dtype if b.dtype != into.dtype else a.dtype
         torch.addmm(into, a.to(low), b.to(low), beta=beta, alpha=alpha, out_dtype=into.dtype, out=into)
     else:

@@ -40,7 +40,7 @@ from megarl.layout import Layout
 from megarl.models.lora import adapter_names, adapter_table, peft_config, rows_of_outputs
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, Table, shapes_of, slices_of
-from megarl.trainer.model import local_tensors
+from megarl.trainer.model import by_prefix, local_tensors
 from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.weights.execute import strided_view
 
@@ -60,9 +60,9 @@ class LayerAdapter:
     def wide(self) -> Tensor:
         """Returns [out, n r]: each row of B at its place in the weight, with zeros for the As of other projections."""
         rank = self.b.shape[1]
-        if self.a.shape[0] == rank and len(self.b) == self.outputs:
+        if len(self.a) == rank and len(self.b) == self.outputs:
             return self.b
-        zeros = self.b.new_zeros(self.outputs, self.a.shape[0] // rank, rank)
+        zeros = self.b.new_zeros(self.outputs, len(self.a) // rank, rank)
         return zeros.index_put((self.rows, self.numbers), self.b).flatten(1)
 
     def product(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within the context, the model is the base model."""
+        """Within this context, the model is the base model."""
         self.is_on = False
         try:
             yield
@@ -135,26 +135,23 @@ class Adapters:
         by_param: dict[str, list[ShardSlice]] = defaultdict(list)
         for part in (*base, *self.slices):
             by_param[part.param].append(part)
-        prefixes = [f"chunk{number}." if len(chunks) > 1 else "" for number in range(len(chunks))]
-        modules = {p + name: x for p, chunk in zip(prefixes, chunks, strict=True) for name, x in chunk.named_modules()}
-        hooked: dict[str, list[LayerAdapter]] = defaultdict(list)
-        stored: dict[str, list[tuple[Tensor, ShardSlice, tuple[int, ...], int]]] = {prefix: [] for prefix in prefixes}
-        for name, weight in local_tensors(chunks).items():
-            names, module = adapter_names(name), name.rpartition(".")[0]
-            if names[0] not in by_param:
-                continue
-            layer, replicas = self._layer(weight, name, *(by_param[each] for each in (name, *names)))
-            self.layers[name] = layer
-            hooked[module].append(layer)
-            for param, x, replica in zip(names, (layer.a, layer.b), replicas, strict=True):
-                self.parameters[param] = x
-                modules[module].register_parameter(param.rpartition(".")[2], x)
-                prefix = name[: name.index(".") + 1] if len(chunks) > 1 else ""
-                stored[prefix] += [(x, part, self.shapes[part.name], replica) for part in by_param[param]]
-        for module, layers in hooked.items():
-            modules[module].register_forward_hook(self._hook(layers))
-        for prefix, chunk in zip(prefixes, chunks, strict=True):
-            chunk.stored_parts = stored[prefix]  # instead of the model, in a checkpoint
+        for prefix, chunk in by_prefix(chunks).items():
+            chunk.stored_parts = []  # instead of the model, in a checkpoint
+            hooked: dict[Any, list[LayerAdapter]] = defaultdict(list)
+            for local_name, weight in local_tensors([chunk]).items():
+                name, module = prefix + local_name, chunk.get_submodule(local_name.rpartition(".")[0])
+                names = adapter_names(name)
+                if names[0] not in by_param:
+                    continue
+                layer, replicas = self._layer(weight, name, *(by_param[each] for each in (name, *names)))
+                self.layers[name] = layer
+                hooked[module].append(layer)
+                for param, x, replica in zip(names, (layer.a, layer.b), replicas, strict=True):
+                    self.parameters[param] = x
+                    module.register_parameter(param.rpartition(".")[2], x)
+                    chunk.stored_parts += [(x, part, self.shapes[part.name], replica) for part in by_param[param]]
+            for module, layers in hooked.items():
+                module.register_forward_hook(self._hook(layers))
 
     def _layer(
         self, weight: Tensor, name: str, of_weight: list[ShardSlice], of_a: list[ShardSlice], of_b: list[ShardSlice]
@@ -177,15 +174,15 @@ class Adapters:
             if is_expert and not is_split:
                 self._partial.append(parameter)
         places = rows_of_outputs(of_weight, of_a, of_b, rank)
-        rows, numbers = torch.empty(len(b), dtype=torch.int64), torch.empty(len(b), dtype=torch.int64)
+        rows, numbers = torch.empty(2, len(b), dtype=torch.int64)
         for row, first, count, number in places:
             rows[first : first + count] = torch.arange(row, row + count)
             numbers[first : first + count] = number
-        exchange: Callable[[Tensor], Tensor] = _nothing
+        exchange: Callable[[Tensor], Tensor] = torch.nn.Identity()
         if not is_expert and (is_row or is_column):
             exchange = reduce_scatter_to_sequence_parallel_region if is_row else gather_from_sequence_parallel_region
-        index = (rows.to(weight.device), numbers.to(weight.device))
-        return LayerAdapter(*parameters, *index, weight.shape[0], self.lora.alpha / rank, exchange), replicas
+        rows, numbers = rows.to(weight.device), numbers.to(weight.device)
+        return LayerAdapter(*parameters, rows, numbers, len(weight), self.lora.alpha / rank, exchange), replicas
 
     def _hook(self, layers: Sequence[LayerAdapter]) -> Callable[..., Any]:
         def add(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -207,9 +204,8 @@ class Adapters:
     @torch.no_grad()
     def _fill(self, seed: int) -> None:
         """As in PEFT: A is uniform, the same in every layout, and B is 0; or both are read from `lora.path`."""
-        folder = None
-        if self.lora.path is not None:
-            folder = HfFolder(Path(self.lora.path))
+        folder = None if self.lora.path is None else HfFolder(Path(self.lora.path))
+        if folder is not None:
             folder.check(self.shapes)
         for part in self.slices:
             parameter = self.parameters[part.param]
@@ -220,9 +216,8 @@ class Adapters:
                 digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(shape[1])
-                start = part.start[1]
                 view = strided_view(parameter, part, part.shape, parameter.dtype)
-                view.copy_(whole[:, start : start + part.shape[1]])
+                view.copy_(whole.narrow(1, part.start[1], part.shape[1]))
 
 
 class Merged(Mapping[str, Tensor]):
@@ -246,7 +241,3 @@ class Merged(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-def _nothing(x: Tensor) -> Tensor:
-    return x

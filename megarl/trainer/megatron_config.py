@@ -1,7 +1,4 @@
-"""ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention.
-
-Gradients are summed; Megatron does not average them.
-"""
+"""ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from typing import Any, Literal
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch import Tensor
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import FAMILIES
 from megarl.models.shape import ModelShape
+from megarl.trainer.parallel_groups import megatron_sizes
 from megarl.trainer.rope import yarn_factor
 
 Dispatcher = Literal["alltoall", "allgather"]
@@ -27,6 +24,8 @@ KERNELS = {  # setting -> what it needs of megatron.core.extensions.transformer_
     "moe_router_fusion": "fused_topk_with_score_function",
     "moe_shared_expert_overlap": "TELinear",
 }
+OFF = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm")
+INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 
@@ -66,10 +65,8 @@ def te_kernels() -> frozenset[str]:
 
 
 def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
-    """Returns the settings for fused kernels and overlap that a model with this TransformerConfig can use.
-
-    Fused rotary embeddings are experimental for latent attention; 0.16.1's ignore interleaving and scaled cosines.
-    """
+    """Returns the settings for fused kernels and overlap that a model with this TransformerConfig can use. Fused rotary
+    embeddings are experimental for latent attention; 0.16.1's ignore interleaving and scaled cosines."""
     is_moe, is_rope = bool(config.num_moe_experts), getattr(config, "position_embedding_type", "rope") == "rope"
     overlaps = config.moe_shared_expert_intermediate_size and "shared_experts" not in (config.recompute_modules or ())
     suits = {
@@ -86,14 +83,9 @@ def run_settings(
 ) -> dict[str, Any]:
     """Returns the settings of every model: the layout, the numerics, and no random initialisation."""
     return {
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": layout.tp.size,
-        "pipeline_model_parallel_size": layout.pp.size,
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+        **megatron_sizes(layout),
         "pipeline_model_parallel_layout": _pipeline_layout(layers, layout),
-        "context_parallel_size": layout.cp.size,
-        "expert_model_parallel_size": layout.ep.size,
-        "expert_tensor_parallel_size": layout.etp.size,
         "sequence_parallel": layout.tp.size > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -109,14 +101,9 @@ def run_settings(
         # Every parameter is loaded, so the init methods do nothing. But initialisation also marks parameters as split
         # over tensor ranks; without the mark the gradient norm counts them on the first rank only.
         "perform_initialization": True,
-        "init_method": _keep_weight,
-        "output_layer_init_method": _keep_weight,
-        "embedding_init_method": _keep_weight,
+        **dict.fromkeys(INIT_METHODS, torch.nn.Identity()),
         "bias_activation_fusion": use_te,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
+        **dict.fromkeys(OFF, False),
         # With overlapped sends Megatron frees an output at once, which gloo may still be reading.
         "deallocate_pipeline_outputs": layout.pp.size > 1 and (use_te or layout.vpp.size == 1),
     }
@@ -150,10 +137,6 @@ def router_settings(*, use_te: bool) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,  # the pre-trained bias does not change
         "moe_grouped_gemm": use_te,
     }
-
-
-def _keep_weight(weight: Tensor) -> Tensor:
-    return weight
 
 
 def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:

@@ -9,7 +9,7 @@ C context ranks, S of those Q read by the head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Microbatch:
     packed: PackedSeqParams  # padded rows and the dummy row, over all context ranks
     source: Tensor  # [Q] int64, on the CPU: which of the M positions, -1 for padding
     lengths: tuple[int, ...]  # of the rows
-    padded: tuple[int, ...]  # of the padded rows and the dummy row, P together; one row where prefixes are shared
+    length: int  # P, over all context ranks
     rows: MicrobatchRows  # real rows only
     read: Tensor  # [S] int64: positions of Q that the head reads
     read_rows: Tensor  # [S] int64: the same positions among the M
@@ -56,6 +56,7 @@ def pack(
     context: Axis,
     device: torch.device,
     share: bool = False,  # prefixes; without context parallelism only
+    length: int = 0,  # P, if it is not to be the smallest
 ) -> Microbatch:
     """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
     starts, ends = batch.cu_seqlens[[*rows]], batch.cu_seqlens[[row + 1 for row in rows]]
@@ -65,7 +66,8 @@ def pack(
     padded = [length + -length % multiple for length in lengths]
     first_P = _first_positions(batch.tokens[index].split(lengths)) if share else torch.arange(sum(padded))
     num_own = int((first_P == torch.arange(len(first_P))).sum())
-    if num_dummy := -num_own % (tensor * multiple) if rows else tensor * multiple:
+    unit = tensor * multiple
+    if num_dummy := max(length or unit, num_own + -num_own % unit) - num_own:
         padded.append(num_dummy)
         first_P = torch.cat([first_P, torch.arange(len(first_P), sum(padded))])
     position_P = _places(padded)
@@ -88,7 +90,7 @@ def pack(
         packed=_shared(padded, slot_P, is_own_P, device) if share else _rows(padded, context.size, device),
         source=source,
         lengths=tuple(lengths),
-        padded=(len(local_Q),) if share else tuple(padded),
+        length=len(local_Q) * context.size,
         rows=MicrobatchRows(tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)),
         read=to_device(read, device),
         read_rows=to_device(read_rows, device),
@@ -124,10 +126,8 @@ def _shared(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: to
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
-    """Returns Megatron's description of rows with these padded lengths.
-
-    Padding comes last in a row, so the causal mask hides it. Transformer Engine splits rows by `cu_seqlens_*_padded`.
-    """
+    """Returns Megatron's description of rows with these padded lengths. Padding comes last, hidden by the causal mask.
+    Transformer Engine splits rows by `cu_seqlens_*_padded`."""
     cu_seqlens = to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     padded: Any = cu_seqlens if context > 1 else None
     return PackedSeqParams(
@@ -139,26 +139,3 @@ def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedS
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
-
-
-def extended(microbatch: Microbatch, length: int) -> Microbatch:
-    """Returns the micro-batch with another dummy row, so that P = `length`."""
-    num_dummy = length - length_of(microbatch)
-    if not num_dummy:
-        return microbatch
-    padded = (*microbatch.padded, num_dummy)
-    context = length_of(microbatch) // microbatch.tokens.shape[1]
-    num_local = num_dummy // context
-    return replace(
-        microbatch,
-        tokens=pad(microbatch.tokens, (0, num_local)),
-        positions=pad(microbatch.positions, (0, num_local)),
-        source=pad(microbatch.source, (0, num_local), value=-1),
-        packed=_rows(padded, context, microbatch.tokens.device),
-        padded=padded,
-    )
-
-
-def length_of(microbatch: Microbatch) -> int:
-    """Returns P, the padded length over all context ranks."""
-    return sum(microbatch.padded)

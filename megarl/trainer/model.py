@@ -1,8 +1,5 @@
-"""Builds Megatron-Core's GPTModel for a ModelShape: the model chunks of this rank.
-
-The output layer keeps its weight but returns its input: a head (heads.py) reads the hidden states, so the logits of
-a micro-batch never exist all at once.
-"""
+"""Builds this rank's chunks of Megatron-Core's GPTModel for a ModelShape. The output layer keeps its weight but returns
+its input: a head (heads.py) reads hidden states, so the logits of a micro-batch never exist all at once."""
 
 from __future__ import annotations
 
@@ -57,23 +54,15 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
 
 
 def shares_prefixes(shape: ModelShape, layout: Layout, *, use_te: bool) -> bool:
-    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU.
-
-    Not with experts, whose router terms count every token, nor where Megatron rotates or sends rows itself.
-    """
+    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU. Not with
+    experts, whose router losses count every token, nor where Megatron rotates or sends rows itself."""
     is_plain = shape.bridge is None and shape.latent is None and not shape.is_moe
     return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 
 
 def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
-    """Prepare a chunk for the trainer, including one that Megatron-Bridge built.
-
-    With expert parallelism 1, megatron-core 0.16.1 reduces expert gradients over the same ranks as dense gradients. If
-    expert_tensor != tensor, the replicas of an expert are on other ranks, and the copies would drift apart.
-
-    Transformer Engine keeps gpt-oss's attention sinks in fp32, which Megatron's Float16Module would cast.
-    """
-    for parameter in model.parameters():
+    """Prepares a chunk for the trainer, including one that Megatron-Bridge built."""
+    for parameter in model.parameters():  # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
         parameter.data = parameter.data.to(model.config.params_dtype)
     for module in torch.nn.Module.modules(model):
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -81,20 +70,23 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
             module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
     if last:
         model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]
+    # With expert parallelism 1, megatron-core 0.16.1 reduces gradients of experts over the ranks of dense ones. Where
+    # expert_tensor != tensor, an expert's replicas are on other ranks, and would drift apart.
     if layout.ep.size == 1 and layout.etp.size != layout.tp.size:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Returns parameters and router biases by GPTModel's names, prefixed with `chunk<n>.` if there are several.
+def by_prefix(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Returns the chunks by the prefix of their tensors' names: `chunk<n>.` if there are several."""
+    return {f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)}
 
-    Without LoRA's adapters.
-    """
+
+def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Returns parameters and router biases by GPTModel's names, prefixed; without LoRA's adapters."""
     tensors: dict[str, Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        prefix = f"chunk{number}." if len(chunks) > 1 else ""
+    for prefix, chunk in by_prefix(chunks).items():
         tensors |= {prefix + name: x for name, x in chunk.named_parameters() if not is_adapter(name)}
         tensors |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
     return tensors

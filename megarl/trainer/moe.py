@@ -34,6 +34,8 @@ from megarl.models.shape import ModelShape
 from megarl.platform.device import to_device
 from megarl.trainer.microbatch import Microbatch
 
+LOSSES = ("moe/aux_loss", "moe/z_loss")
+
 
 @dataclass(frozen=True, slots=True)
 class RouterRows:
@@ -89,11 +91,8 @@ def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router with the auxiliary losses of the current update.
-
-    The n-th call with gradient enabled is for the n-th micro-batch: in the forward pass, or where activations are
-    recomputed, in the backward pass.
-    """
+    """Megatron's router with the auxiliary losses of the current update. The n-th call with gradient is for the n-th
+    micro-batch: in the forward pass or, where activations are recomputed, in the backward pass."""
 
     losses: RouterLosses | None = None
     calls = 0
@@ -114,9 +113,7 @@ class RouterLosses:
     """The routers of this rank's chunks during one update: `begin`, forward and backward passes, `finish`."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], moe: Moe, shape: ModelShape, tensor: Axis) -> None:
-        self._moe = moe
-        self._tensor = tensor
-        self._num_experts = shape.experts
+        self._moe, self._tensor, self._num_experts = moe, tensor, shape.experts
         self._num_layers = shape.layers - shape.dense_layers  # with experts, on all stages
         self._routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)]
         self._sums: dict[str, Tensor] = {}
@@ -125,9 +122,7 @@ class RouterLosses:
 
     def begin(self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device) -> None:
         self.rows = [RouterRows.of(microbatch, weights_T, self._tensor, device) for microbatch in microbatches]
-        self._sums = {
-            f"moe/{name}": torch.zeros((), dtype=torch.float64, device=device) for name in ("aux_loss", "z_loss")
-        }
+        self._sums = dict.fromkeys(LOSSES, torch.zeros((), dtype=torch.float64, device=device))
         for router in self._routers:
             router.losses, router.calls = self, 0
             self.counts[router] = torch.zeros(self._num_experts, device=device)
@@ -140,17 +135,14 @@ class RouterLosses:
         balance_R = balance(scores_NE, balance_rows, topk=router.topk, group=router.tp_cp_group)
         aux = (balance_rows.weight_R * balance_R).sum()
         z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()
-        for name, value in (("moe/aux_loss", aux), ("moe/z_loss", z)):
+        for name, value in zip(LOSSES, (aux, z), strict=True):
             self._sums[name] = self._sums[name] + value.detach() / self._num_layers
         return moe.aux_loss * aux + moe.z_loss * z
 
     @torch.no_grad()
     def finish(self, *, step: bool) -> dict[str, Tensor]:
-        """Returns this rank's part of each loss, averaged over layers, without its coefficient.
-
-        With `step` it also updates the biases: experts that received more tokens than the mean in this update become
-        less likely, the others more likely (DeepSeek-V3).
-        """
+        """Returns this rank's part of each loss, averaged over layers, without its coefficient. With `step`, updates
+        biases: experts with more tokens than the mean become less likely, others more likely (DeepSeek-V3)."""
         assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
         for router in self._routers:
             router.losses = None
@@ -163,11 +155,8 @@ class RouterLosses:
 
 
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
-    """Drop the tensors of the last batch that Megatron's dispatchers keep.
-
-    Their autograd graph references the parameters in a cycle that the garbage collector cannot see, so the model would
-    never be freed.
-    """
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        state: dict[str, Any] = vars(module.token_dispatcher) if hasattr(module, "token_dispatcher") else {}
+    """Drops the last batch's tensors, which Megatron's dispatchers keep: their autograd graph refers to the parameters
+    in a cycle that the garbage collector cannot see, so the model would never be freed."""
+    for module in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "token_dispatcher")):
+        state = vars(module.token_dispatcher)
         state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

@@ -5,9 +5,9 @@
                            sync                weights
                            rollout             nothing
 
-Optimizer state is on the device only for the step, so never together with activations. Tensors keep their identity:
-only their storages are copied to one flat host buffer, which is pinned on a GPU, and freed. On a CPU, where host and
-device are the same, the copies are made too, but only freed gradients save memory.
+Optimizer state is on the device only for the step, never together with activations. Tensors keep their identity: only
+their storages are copied to one flat host buffer, which is pinned on a GPU, and freed. On a CPU, which copies too, only
+freed gradients save memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from megarl.platform.device import host_bytes
 
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
-    """Configure the recomputation of activations: of every layer ("full"), or of the named modules ("selective").
-
-    Raises ValueError for modules that Megatron-Core cannot recompute, or that this model does not have.
-    """
+    """Configures which activations are recomputed: of every layer ("full"), or of the named modules ("selective").
+    Raises ValueError for modules that Megatron-Core cannot recompute, or that this model does not have."""
     if granularity == "none":
         return
     if granularity == "full":
@@ -67,19 +65,13 @@ class HostBuffer:
 class Memory:
     """Moves weights, gradients and optimizer state between device and host. All methods are idempotent."""
 
-    def __init__(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        *,
-        offload: Collection[str],  # of gradients, optimizer, weights
-        device: torch.device,
-    ) -> None:
+    def __init__(self, chunks: Sequence[DistributedDataParallel], offload: Collection[str]) -> None:
+        """`offload`: of gradients, optimizer, weights."""
         wrapped: Sequence[Any] = chunks
         self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
         self._frozen = [x for chunk in wrapped for x in chunk.parameters() if not x.requires_grad]  # in no buffer
         self.optimizer: MegatronOptimizer | None = None  # set later: the gradients are freed before it is built
         self._hosts = {kind: HostBuffer() for kind in offload}
-        self._device = device
         self._freed: list[Tensor] = []  # gradient buffers
         self._away: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.free_gradients()
@@ -107,16 +99,15 @@ class Memory:
         """Offload optimizer state and free gradients; keep the weights."""
         self._store_optimizer()
         self.free_gradients()
-        self._empty_cache()
+        torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
     def offload_all(self) -> None:
         """Offload the weights too."""
         self.offload_training_state()
         self._offload("weights", [*(buffer.param_data for buffer in self._buffers), *self._frozen])
-        self._empty_cache()
+        torch.cuda.empty_cache()
 
     def onload_weights(self) -> None:
-        """Copy the weights back to the device."""
         self._onload("weights")
 
     def onload_all(self) -> None:
@@ -145,10 +136,6 @@ class Memory:
         for there, here in self._away.pop(kind, ()):
             there.untyped_storage().resize_(len(there))
             there.copy_(here, non_blocking=True)
-
-    def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
 
 def flat_storage(x: Tensor) -> Tensor:

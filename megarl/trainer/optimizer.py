@@ -1,7 +1,7 @@
 """Megatron's DistributedDataParallel and DistributedOptimizer around the model, and one guarded optimizer step.
 
-Gradients are summed in fp32 over data ranks and not divided: the loss is weighted already. Whether a step is skipped
-depends on the gradient norm of the whole model, so every rank decides the same.
+Gradients are summed in fp32 over data ranks, not divided: the loss is weighted already. The gradient norm of the whole
+model decides whether a step is skipped, on every rank alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from megarl.checkpoint.rank_state import parts_of
 from megarl.config.schema import Train
 
 
@@ -51,10 +52,7 @@ class LrSchedule:
 def wrap(
     model: Sequence[GPTModel], reduced: Callable[[], None] | None = None, **options: Any
 ) -> list[DistributedDataParallel]:
-    """Move parameters and fp32 gradients of all chunks into flat buffers. Call it after the weights are loaded.
-
-    `reduced` is called when Megatron has reduced the gradients of an update.
-    """
+    """Moves loaded parameters and fp32 gradients into flat buffers. `reduced` is called after Megatron's reductions."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -92,10 +90,7 @@ _CPU_OFFLOAD: dict[str, Any] = {
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
-    """Adam with fp32 main weights, its state sharded over the data ranks.
-
-    Weight decay is decoupled, and not applied to norms and biases.
-    """
+    """AdamW with fp32 main weights, its state sharded over data ranks; norms and biases have no weight decay."""
     bf16 = train.dtype == "bf16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -125,10 +120,8 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, device: torch.device) -> tuple[float, bool]:
-    """Clip the global gradient norm to `clip_grad` (0: no clipping) and step, unless the gradient is not finite.
-
-    Returns the norm before clipping, over the whole model, and whether the step was skipped.
-    """
+    """Clips the gradient of the whole model to `clip_grad` (0: not at all) and steps, unless it is not finite. Returns
+    its norm before clipping, and whether the step was skipped."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()
@@ -136,7 +129,8 @@ def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, devi
     if found_inf or not math.isfinite(norm):
         return norm, True
     if clip_grad > 0:
-        for part in _parts(optimizer):
+        parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
+        for part in parts:
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(
                     list[Tensor](parameters),
@@ -151,8 +145,13 @@ def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, devi
 def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """L2 norm over the whole model. A collective: the distributed optimizer assigns each gradient to one rank."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in _parts(optimizer):
-        for gradient in _gradients(part):
+    parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
+    for part in parts:
+        if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19; 0.16 has the other
+            gradients = part.get_grads_for_grad_norm()  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            gradients = part.get_main_grads_for_grad_norm()
+        for gradient in gradients:
             total += sum_of_squares(gradient).to(device)
     dist.all_reduce(total)
     return math.sqrt(float(total))
@@ -164,15 +163,3 @@ def sum_of_squares(x: Tensor, *, run: int = 1024) -> Tensor:
     runs = (x.flatten()[:whole].view(-1, run), x.flatten()[whole:])
     norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in runs)
     return torch.stack([norm.double().square().sum() for norm in norms]).sum()
-
-
-def _parts(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """One optimizer, or one for dense and one for expert parameters."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _gradients(part: MegatronOptimizer) -> Sequence[Tensor]:
-    """Those of this rank, each weight counted by one rank only."""
-    if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19; 0.16 has the other
-        return part.get_grads_for_grad_norm()  # pyright: ignore[reportAttributeAccessIssue]
-    return part.get_main_grads_for_grad_norm()

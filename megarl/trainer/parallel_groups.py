@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
 from megarl.layout import Layout
+
+AXES = {  # of a Layout -> Megatron's
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +30,17 @@ class ProcessGroups:
     stage: ProcessGroup  # all ranks of a pipeline stage
 
 
-def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
-    """Create Megatron's process groups for this layout, after destroying a previous set.
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """Returns the sizes that Megatron's settings and its groups share."""
+    return {f"{name}_size": getattr(layout, axis).size for axis, name in AXES.items()}
 
-    torch.distributed must be initialised. Call it on every rank.
-    """
+
+def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
+    """Creates Megatron's process groups for this layout, after destroying a previous set. Call it on every rank."""
     destroy_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp.size,
-        pipeline_model_parallel_size=layout.pp.size,
+        **megatron_sizes(layout),
         virtual_pipeline_model_parallel_size=layout.vpp.size if layout.vpp.size > 1 else None,
-        context_parallel_size=layout.cp.size,
-        expert_model_parallel_size=layout.ep.size,
-        expert_tensor_parallel_size=layout.etp.size,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
@@ -46,10 +53,8 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
 
 
 def destroy_parallel() -> None:
-    """Close Megatron's process groups, so that another layout can be built in this process. Call it on every rank.
-
-    Megatron only drops its references; the groups' threads (about fifty per layout with gloo) would keep polling.
-    """
+    """Closes Megatron's process groups, so that another layout can be built in this process. Call it on every rank.
+    Megatron only drops its references: the groups' threads (about fifty per layout with gloo) would keep polling."""
     if not parallel_state.model_parallel_is_initialized():
         return
     dist.barrier()  # no rank closes a connection that a peer still reads from
@@ -62,16 +67,7 @@ def destroy_parallel() -> None:
 
 def _assert_agrees(layout: Layout) -> None:
     """Asserts that Megatron gives this rank the coordinates of `layout`."""
-    axes = {
-        "tp": "tensor_model_parallel",
-        "pp": "pipeline_model_parallel",
-        "cp": "context_parallel",
-        "dp": "data_parallel",
-        "ep": "expert_model_parallel",
-        "etp": "expert_tensor_parallel",
-        "edp": "expert_data_parallel",
-    }
-    for name, megatron_name in axes.items():
+    for name, megatron_name in {**AXES, "dp": "data_parallel", "edp": "expert_data_parallel"}.items():
         size, rank = (getattr(parallel_state, f"get_{megatron_name}_{what}")() for what in ("world_size", "rank"))
         axis = getattr(layout, name)
         assert (size, rank) == (axis.size, axis.rank), f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"

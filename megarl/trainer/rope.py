@@ -1,7 +1,5 @@
-"""Rotary frequencies scaled for longer contexts after pre-training: Llama 3's method, and YaRN (arXiv 2309.00071).
-
-Megatron-Core implements YaRN only for latent attention; elsewhere these frequencies replace its own.
-"""
+"""Rotary frequencies for longer contexts after pre-training: Llama 3's method, and YaRN (arXiv 2309.00071), which
+Megatron-Core implements only for latent attention. Elsewhere these frequencies replace its own."""
 
 from __future__ import annotations
 

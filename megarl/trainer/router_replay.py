@@ -5,8 +5,7 @@
 
 So the router is trained, at fixed routes. Auxiliary losses are those of its own choices, which they are to balance; the
 update of its bias counts the tokens that experts really got. A token without a known route is routed by the trainer.
-Megatron's RouterReplay has one global list and a queue to be kept in step with the schedule; here each router has the
-routes of all micro-batches of a pass, and nothing afterwards.
+Unlike Megatron's RouterReplay, a global list and a queue, each router has the routes of all micro-batches of one pass.
 Shapes: L tokens of a row, M of all rows of a rank, N of a micro-batch on this rank, K experts of a token.
 """
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.layout import Layout, Parallel, stage_layers
+from megarl.layout import Layout, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.platform.device import to_device
 from megarl.trainer.microbatch import Microbatch
@@ -29,15 +28,13 @@ from megarl.types import CheckFailed, Routes, TokenBatch, route_dtype
 from megarl.weights.checksum import row_checksums
 
 BatchRoutes = tuple[Routes | None, ...]  # by row
+Record = list[Routes] | None  # gets the routes of each row
 RowsByRank = Sequence[Sequence[Sequence[int]]]  # the rows of each micro-batch of each data-parallel rank
 
 
 class LayerRoutes:
-    """One router's routes in one pass, in the place of Megatron's RouterReplay.
-
-    Megatron calls it once a micro-batch in the forward pass, and again where activations are recomputed. The n-th call
-    of either kind is for the n-th micro-batch: no schedule lets one overtake another within a model chunk.
-    """
+    """One router's routes in one pass, in the place of Megatron's RouterReplay. The n-th call in the forward pass, and
+    where activations are recomputed, is for the n-th micro-batch: none overtakes another within a model chunk."""
 
     def __init__(self, experts: Sequence[Tensor] | None, device: torch.device, *, train: bool) -> None:
         """`experts`: [N, K] of each micro-batch; None: record the router's own."""
@@ -73,9 +70,8 @@ class RouterReplay:
 
     def __init__(self, chunks: Sequence[Any], shape: ModelShape, layout: Layout, groups: ProcessGroups) -> None:
         """`chunks`: none if their routers cannot replay."""
-        sizes = Parallel(*(getattr(layout, name).size for name in ("tp", "pp", "vpp", "cp", "ep", "etp")))
         self._shape, self._layout, self._groups, self.is_possible = shape, layout, groups, bool(chunks)
-        self._layouts = [Layout.of(sizes, layout.world, rank) for rank in range(layout.world)]
+        self._layouts = [Layout.of(layout.sizes, layout.world, rank) for rank in range(layout.world)]
         dense, stages = shape.dense_layers, self._layouts[:: layout.world // layout.pp.size]
         ranges = [stage_layers(shape.layers, stage) for stage in stages]
         self._layers_by_stage = [[x - dense for part in stage for x in part if x >= dense] for stage in ranges]
@@ -86,23 +82,22 @@ class RouterReplay:
 
     @contextmanager
     def over(
-        self, batch: TokenBatch, ranks: RowsByRank, microbatches: Sequence[Microbatch], *, train: bool,
-        record: list[Routes] | None = None,
-    ) -> Iterator[None]:  # fmt: skip
+        self, batch: TokenBatch, ranks: RowsByRank, microbatches: Sequence[Microbatch], record: Record, *, train: bool
+    ) -> Iterator[None]:
         """A context for one pass over this rank's `microbatches`, the rows of which `ranks` has for all ranks; with
         `record`, nothing is replayed: it has the routes of each row afterwards."""
         if record is None and not batch.routes:
             yield
             return
         assert self.is_possible, "this trainer cannot replay routes"
-        device, num_layers, missing = microbatches[0].tokens.device, len(self._routers), 0
-        if record is not None:
-            passes = [LayerRoutes(None, device, train=train) for _ in range(num_layers)]
-        else:
+        device, missing = microbatches[0].tokens.device, 0
+        by_layer: list[Any] = [None] * len(self._routers)
+        if record is None:
             fetched = self._fetch(batch, ranks)
             experts, unknown = zip(*(self._of_microbatch(each, fetched) for each in microbatches), strict=True)
-            experts, missing = [to_device(x_LNK, device) for x_LNK in experts], sum(unknown)
-            passes = [LayerRoutes([x[n] for x in experts], device, train=train) for n in range(num_layers)]
+            by_layer = [*zip(*(to_device(x_LNK, device) for x_LNK in experts), strict=True)]
+            missing = sum(unknown) * len(by_layer)
+        passes = [LayerRoutes(experts, device, train=train) for experts in by_layer]
         for router, layer_routes in zip(self._routers, passes, strict=True):
             router.router_replay = layer_routes
         try:
@@ -115,7 +110,7 @@ class RouterReplay:
         if record is not None:
             record[:] = self._as_routes(batch, microbatches, passes)
         counts = sum((each.counts for each in passes), torch.zeros(2, dtype=torch.int64, device=device))
-        self._counts = [*counts.tolist(), missing * num_layers]
+        self._counts = [*counts.tolist(), missing]
 
     def metrics(self) -> dict[str, float]:
         """Returns shares of the (token, layer) pairs of the last pass: those that the trainer would have routed
@@ -132,36 +127,25 @@ class RouterReplay:
         lengths, topk, dtype = batch.cu_seqlens.diff().tolist(), self._shape.experts_per_token, self._dtype
         here = self._layers_by_stage[layout.pp.rank]
         found = {row: torch.zeros(len(here), lengths[row], topk, dtype=dtype) for row in rows_by_rank[layout.dp.rank]}
-        owners = {owner for row in found if (routes := batch.routes[row]) for owner in routes.owners}
-        incoming: dict[int, Tensor] = {}
-        requests: list[Any] = []
-        for owner in sorted(owners):
-            parts = self._parts(batch, rows_by_rank, owner, layout)
-            size = sum(len(layers) * lengths[row] for row, layers in parts) * topk * dtype.itemsize
-            incoming[owner] = torch.empty(size, dtype=torch.uint8)
-            if size and owner != layout.rank:
-                requests.append(dist.irecv(incoming[owner], owner))
-        sent = []  # until it has arrived
-        for receiver in self._layouts:
-            parts = self._parts(batch, rows_by_rank, layout.rank, receiver)
-            owned = [(routes.experts, layers) for row, layers in parts if (routes := batch.routes[row])]
-            message = [x[layers].flatten().view(torch.uint8) for x, layers in owned if x is not None]
-            if message and receiver.rank == layout.rank:
-                incoming[layout.rank] = torch.cat(message)
-            elif message:
-                sent.append(torch.cat(message))
-                requests.append(dist.isend(sent[-1], receiver.rank))
-        for request in requests:
-            request.wait()
+
+        def num_bytes(parts: Sequence[tuple[int, list[int]]]) -> int:
+            return sum(len(layers) * lengths[row] for row, layers in parts) * topk * dtype.itemsize
+
+        incoming = [self._parts(batch, rows_by_rank, owner.rank, layout) for owner in self._layouts]
+        outgoing = [self._parts(batch, rows_by_rank, layout.rank, receiver) for receiver in self._layouts]
+        owned = [(batch.routes[row], layers) for parts in outgoing for row, layers in parts]
+        sent = [x.experts[layers].flatten().view(torch.uint8) for x, layers in owned if x and x.experts is not None]
+        receive_bytes, send_bytes = ([num_bytes(parts) for parts in each] for each in (incoming, outgoing))
+        message = torch.empty(sum(receive_bytes), dtype=torch.uint8)
+        dist.all_to_all_single(message, torch.cat([message[:0], *sent]), receive_bytes, send_bytes)
+        parts = [part for each in incoming for part in each]
         wrong = torch.zeros((), dtype=torch.int64)
-        for owner, message in incoming.items():
-            parts = self._parts(batch, rows_by_rank, owner, layout)
-            sizes = [len(layers) * lengths[row] * topk for row, layers in parts]
-            for (row, layers), part in zip(parts, message.view(dtype).split(sizes), strict=True):
-                experts, routes = part.view(len(layers), lengths[row], topk), batch.routes[row]
-                assert routes is not None
-                wrong += (row_checksums(experts) != torch.tensor([routes.checksums[x] for x in layers])).sum()
-                found[row][[here.index(layer) for layer in layers]] = experts
+        for part, received in zip(parts, message.split([num_bytes([part]) for part in parts]), strict=True):
+            (row, layers), routes = part, batch.routes[part[0]]
+            assert routes is not None
+            experts = received.view(dtype).view(len(layers), lengths[row], topk)
+            wrong += (row_checksums(experts) != torch.tensor([routes.checksums[x] for x in layers])).sum()
+            found[row][[here.index(layer) for layer in layers]] = experts
         dist.all_reduce(wrong)
         if wrong:
             raise CheckFailed(f"the routes of {int(wrong)} (row, layer) pairs changed on their way to the trainer")
@@ -192,7 +176,7 @@ class RouterReplay:
         return experts_LNK, int((counted_N & ~is_known(experts_LNK).all(0)).sum())
 
     def _source(self, microbatch: Microbatch) -> Tensor:
-        """Returns [N] int64: which of the rows' positions the tokens are that this rank routes, -1 for padding."""
+        """Returns [N] int64: the positions, among those of the rows, that this rank routes; -1 for padding."""
         return microbatch.source.chunk(self._layout.tp.size)[self._layout.tp.rank]
 
     def _as_routes(

@@ -36,18 +36,18 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, Table, shapes_of, slices_by_rank, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
-from megarl.trainer.forward import LossSums, OnOutputs, forward_backward, global_sums
+from megarl.trainer.forward import LossSums, forward_backward, global_sums
 from megarl.trainer.fp8 import MULTIPLES, Emulation, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.lora import Adapters
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
-from megarl.trainer.microbatch import Microbatch, extended, length_of, pack
+from megarl.trainer.microbatch import Microbatch, pack
 from megarl.trainer.model import build_model, local_tensors, shares_prefixes
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
-from megarl.trainer.router_replay import BatchRoutes, RouterReplay, RowsByRank
+from megarl.trainer.router_replay import Record, RouterReplay, RowsByRank
 from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, StepReport, TokenBatch, TokenOutputs, UpdateReport
 from megarl.weights.placement_check import slice_checksum, sums_by_tensor
 from megarl.weights.placements import SlicesByRank
@@ -92,10 +92,7 @@ class Trainer:
         megatron_options: Mapping[str, Any] | None = None,
         beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
-        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, in this layout.
-
-        torch.distributed must be initialised. Call it on every rank.
-        """
+        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, with torch.distributed initialised."""
         lora = head if isinstance(head, Lora) else None
         moe = moe or Moe()
         head = VocabularyHead(shape.vocab, train.logprob_chunk) if head is None or isinstance(head, Lora) else head
@@ -124,7 +121,7 @@ class Trainer:
         overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
         reduced = None if adapters is None else adapters.reduce_gradients
         chunks = wrap(model, reduced, **({"overlap_grad_reduce": overlaps} | reduction))
-        memory = Memory(chunks, offload=train.offload, device=device)  # frees the gradients
+        memory = Memory(chunks, train.offload)  # frees the gradients
         memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
         if emulation is not None:
             emulation.after_update()
@@ -157,10 +154,8 @@ class Trainer:
 
     @cached_property
     def base_checksums(self) -> dict[str, tuple[int, int]]:
-        """Of the frozen weights with LoRA, by HF tensor over all ranks: elements, and their positional checksum.
-
-        A collective, the first time.
-        """
+        """Of the frozen weights with LoRA, by HF tensor over all ranks: elements, and their positional checksum. A
+        collective, the first time."""
         if self.adapters is None:
             return {}
         parameters, shapes, slices = self.parameters_by_name(), self.hf_shapes(), self.local_slices()
@@ -189,36 +184,18 @@ class Trainer:
         trained = {part.name for slices in self.slices_by_rank() for part in slices}
         return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
-    def forward(self, batch: TokenBatch, *, top_k: int = 0, record: list[Any] | None = None) -> TokenOutputs:
+    def forward(self, batch: TokenBatch, *, top_k: int = 0, record: Record = None) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read.
-
-        With `top_k`, `extra_labels_TK` are the likeliest tokens, instead of those of the batch. `record` gets the
-        Routes of each row.
-        """
+        With `top_k`, `extra_labels_TK` are the likeliest tokens, not those of the batch."""
         batch = replace(batch, extra_labels=None)
-        outputs = self._no_outputs(batch, top_k)
-
-        def write(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            self._write(outputs, rows, read)
-            return torch.zeros((), device=self.device)
-
         options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False, top_k=top_k)
-        ranks = self._rows(batch)
-        microbatches = self._pack(batch, ranks[self.layout.dp.rank])
-        with self.router_replay.over(batch, ranks, microbatches, train=False, record=record):
-            self._run(microbatches, write, options, train=False)
-        return self._gathered(outputs)
+        return self._gathered(self._run(batch, self._rows(batch), options, None, record))
 
-    def logprobs(self, batch: TokenBatch, record: list[Any] | None = None) -> Tensor:
+    def logprobs(self, batch: TokenBatch, record: Record = None) -> Tensor:
         """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
         logprobs_T = self.forward(batch, record=record).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
-
-    def logprobs_and_routes(self, batch: TokenBatch) -> tuple[Tensor, BatchRoutes]:
-        """Returns `logprobs` [T] and the routes that this forward pass has taken, by row."""
-        routes: list[Any] = []
-        return self.logprobs(batch, routes), tuple(routes)
 
     def train_on(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> StepReport:
         """Makes the updates of a plan of the whole batch."""
@@ -240,34 +217,20 @@ class Trainer:
 
         The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so
         the split into micro-batches and ranks does not matter. The step is skipped if the gradient is not finite, or if
-        no token is trained, because Adam's momentum alone would change the weights.
-
-        `before_step` is called after the backward pass with the outputs of the forward pass, as `forward` returns them.
-        If it raises, nothing has changed. The loss gets entropy if it needs it, and every `train.entropy_every` steps.
-        """
+        no token is trained: Adam's momentum alone would change the weights. `before_step` is called after the backward
+        pass with the outputs of the forward pass, as `forward` returns them; if it raises, nothing has changed. The
+        loss gets entropy if it needs it, and every `train.entropy_every` steps."""
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
-        every = self.train.entropy_every
+        lr, every = self.scheduler.lr, self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
-        lr = self.scheduler.lr
-        outputs = self._no_outputs(batch)
         if not num_tokens:
             if before_step is not None:
-                before_step(self._gathered(outputs))
+                before_step(self._gathered(self._no_outputs(batch)))
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        microbatches = self._pack(batch, ranks[self.layout.dp.rank], share=self.shares_prefixes)
-        if self.router_losses is not None:
-            self.router_losses.begin(microbatches, weights_T, self.device)
-
-        def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
-            self._write(outputs, rows, read)
-            return sums(rows, read)
-
-        options = HeadOptions(self.groups.tensor, batch.temperature, entropy)
-        with self.router_replay.over(batch, ranks, microbatches, train=True):
-            self._run(microbatches, on_outputs, options, train=True)
+        outputs = self._run(batch, ranks, HeadOptions(self.groups.tensor, batch.temperature, entropy), sums)
         if before_step is not None:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
@@ -306,33 +269,42 @@ class Trainer:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         context, is_read_T = self.layout.cp, self.head.positions(batch)
         tensor = self.layout.tp.size * (MULTIPLES[self.fp8.recipe] if self.fp8 else 1)  # what its tokens divide by
-        microbatches = [
-            pack(batch, part, is_read_T, tensor=tensor, context=context, device=self.device, share=share)
-            for part in rows
-        ]
+        fit: dict[str, Any] = {"tensor": tensor, "context": context, "device": self.device, "share": share}
+        microbatches = [pack(batch, part, is_read_T, **fit) for part in rows]
         if self.model[0].config.variable_seq_lengths:
             return microbatches
-        longest = torch.tensor(max(map(length_of, microbatches)), device=self.device)
+        longest = torch.tensor(max(microbatch.length for microbatch in microbatches), device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return [extended(microbatch, int(longest)) for microbatch in microbatches]
+        return [pack(batch, part, is_read_T, length=int(longest), **fit) for part in rows]
 
-    def _run(self, microbatches: list[Microbatch], on_outputs: OnOutputs, options: HeadOptions, *, train: bool) -> None:
-        context = self.groups.context
+    def _run(
+        self, batch: TokenBatch, ranks: RowsByRank, options: HeadOptions, sums: LossSums | None, record: Record = None
+    ) -> dict[str, Tensor]:
+        """Runs this rank's micro-batches; with `sums`, also backward. Returns what the head read of them."""
+        train, outputs = sums is not None, self._no_outputs(batch, options.top_k)
+        microbatches = self._pack(batch, ranks[self.layout.dp.rank], share=train and self.shares_prefixes)
+
+        def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
+            if self._owns_outputs:
+                index = to_device(rows.index, self.device)
+                for name, output in outputs.items():
+                    output[index] = getattr(read, name).detach()
+            return torch.zeros((), device=self.device) if sums is None else sums(rows, read)
+
+        if sums is not None and self.router_losses is not None:
+            self.router_losses.begin(microbatches, sums.weights_T, self.device)
         if self.adapters is not None:
             self.adapters.trains = train
-        forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
+        with self.router_replay.over(batch, ranks, microbatches, record, train=train):
+            context = self.groups.context
+            forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
+        return outputs
 
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:
+        """Returns zeros: fields of TokenOutputs for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
         extra = {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK} if top_k else {}
         return {name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)} | extra
-
-    def _write(self, outputs: dict[str, Tensor], rows: MicrobatchRows, read: TokenOutputs) -> None:
-        """Writes what the head read of a micro-batch into `outputs`, fields of TokenOutputs for the whole batch."""
-        if self._owns_outputs:
-            index = to_device(rows.index, self.device)
-            for name, output in outputs.items():
-                output[index] = getattr(read, name).detach()
 
     def _gathered(self, outputs: dict[str, Tensor]) -> TokenOutputs:
         """Sums over the ranks: each has written its rows into zeros. Returns them on the CPU."""

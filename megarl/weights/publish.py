@@ -268,7 +268,7 @@ class Publisher:
         """Describes a shortage of host memory for staging. All ranks of a node need about as much at once."""
         beyond = self.executor.bytes_arriving - (0 if self._device.type == "cpu" else self._device_room())
         needed, free = self.ranks_per_node * (beyond - self._pinned), free_host_bytes()
-        if free is None or needed <= free:
+        if needed <= free:
             return None
         return (
             f"the {self.ranks_per_node} ranks of a node need {needed / 1e9:.1f} GB of host memory to stage weights, "

@@ -126,11 +126,11 @@ def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dic
     for recompute in RECOMPUTED:
         layout = Layout.of(sizes, rank.env.world_size, rank.env.rank)
         train = rank.config.train.model_copy(update=recompute)
-        trainer = Trainer.build(rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device.torch)
+        trainer = Trainer.build(rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device)
         if recompute["recompute"] == "none":
             found["without"] = mean_diff(trainer.logprobs(replace(batch, routes=())))
             found["replayed"] = mean_diff(trainer.logprobs(batch))
-            own, routes = trainer.logprobs_and_routes(replace(batch, routes=()))
+            own, routes = trainer.logprobs(replace(batch, routes=()), taken := []), tuple(taken)
             found["recorded"] = float((trainer.logprobs(replace(batch, routes=routes)) - own).abs().max())
             found["recorded differs"] = trainer.router_replay.metrics()
             found["micro-batches"] = len(trainer.microbatches(batch))
@@ -144,22 +144,22 @@ def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dic
 
 def changed_on_the_way(trainer: Trainer, batch: TrainBatch) -> str:
     """Flips one bit of the first message that rank 1 sends."""
-    send = dist.isend
+    exchange = dist.all_to_all_single
 
-    def flipped(message: Tensor, receiver: int) -> Any:
+    def flipped(received: Tensor, message: Tensor, *sizes: Any) -> Any:
         message[7] ^= 1
-        dist.isend = send
-        return send(message, receiver)
+        dist.all_to_all_single = exchange
+        return exchange(received, message, *sizes)
 
     if dist.get_rank() == 1:
-        dist.isend = flipped
+        dist.all_to_all_single = flipped
     try:
         trainer.logprobs(batch)
         return ""
     except CheckFailed as refusal:
         return str(refusal)
     finally:
-        dist.isend = send
+        dist.all_to_all_single = exchange
         assert all(router.router_replay is None for router in routers(trainer))
 
 

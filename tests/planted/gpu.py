@@ -41,7 +41,7 @@ GPU = [
         DEVICES,
     ),
     ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
-    ("trainer/microbatch.py", "return sum(microbatch.padded)", "return int(microbatch.packed.cu_seqlens_q[-1])", SYNCS),
+    ("trainer/forward.py", "max(microbatch.length for", "max(int(microbatch.packed.cu_seqlens_q[-1]) for", SYNCS),
     ("trainer/trainer.py", "to_device(rows.index, self.device)", "rows.index.to(self.device)", SYNCS),
     (
         "algorithms/corrections.py",

@@ -108,6 +108,8 @@ def test_install_is_late_never_twice_and_absent_with_cuda(monkeypatch: pytest.Mo
     installed = list(sys.meta_path)
     assert megatron_on_cpu.install() and sys.meta_path == installed
     monkeypatch.setattr(sys, "meta_path", [])
-    assert not megatron_on_cpu.install(has_cuda=True) and not sys.meta_path
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        assert not megatron_on_cpu.install() and not sys.meta_path
     with pytest.raises(RuntimeError, match="before"):
         megatron_on_cpu.install()

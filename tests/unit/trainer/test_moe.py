@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.layout import Axis
-from megarl.trainer.microbatch import extended, pack
+from megarl.trainer.microbatch import pack
 from megarl.trainer.moe import RouterRows, balance, mean_square_lse, scores_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
@@ -26,7 +26,9 @@ def terms(rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), mo
     """[weight, balance, z] of each row, added up over the tensor ranks, whose counts are put together by hand."""
     microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU)
     if more:
-        microbatch = extended(microbatch, int(microbatch.packed.cu_seqlens_q[-1]) + more)
+        length = microbatch.length + more
+        microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU, length=length)
+        assert microbatch.length == microbatch.tokens.numel() == length
     padded = torch.full((microbatch.source.numel(), EXPERTS), 30.0)  # padding would show
     is_real = microbatch.source >= 0
     padded[is_real] = LOGITS[microbatch.rows.index[microbatch.source[is_real]]]

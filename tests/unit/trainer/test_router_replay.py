@@ -97,6 +97,11 @@ def routers(trainer: Trainer) -> list[BalancedRouter]:
     return [module for module in trainer.model[0].modules() if isinstance(module, BalancedRouter)]
 
 
+def recorded(trainer: Trainer, batch: TrainBatch) -> tuple[Tensor, tuple[Routes, ...]]:
+    routes: list[Routes] = []
+    return trainer.logprobs(batch, routes), tuple(routes)
+
+
 def take(trainer: Trainer, batch: TrainBatch, seen: list[Tensor] | None = None) -> UpdateReport:
     def before_step(outputs: TokenOutputs) -> None:
         if seen is not None:
@@ -161,13 +166,13 @@ def test_recomputed_activations_take_the_same_routes(folder: Path, recompute: di
 
 def test_recorded_routes_replay_to_the_same_log_probs(folder: Path) -> None:
     trainer = build(folder)
-    own, routes = trainer.logprobs_and_routes(BATCH)
+    own, routes = recorded(trainer, BATCH)
     assert own.equal(trainer.logprobs(BATCH)) and len(routes) == BATCH.num_rows
     with torch.no_grad():
         for router in routers(trainer):
             router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.2)
     replayed, moved = trainer.logprobs(replace(BATCH, routes=routes)), trainer.logprobs(BATCH)
-    assert trainer.logprobs_and_routes(BATCH)[1] != routes and not replayed.equal(moved)
+    assert recorded(trainer, BATCH)[1] != routes and not replayed.equal(moved)
     with torch.no_grad():
         for router in routers(trainer):
             router.weight.sub_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.2)
