@@ -20,19 +20,10 @@ from megarl.layout import Layout, Parallel
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-TOLERANCE = {
-    "fp32": 1e-4,
-    "bf16": 5e-2,
-    "fp8": 0.1,
-}  # of hidden states, loss and gradient norm, relative to the largest
-AXES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "vpp": "virtual_pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
-}
+# of hidden states, loss and gradient norm, relative to the largest
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp8": 0.1}
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+AXES = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), SIZES, strict=True))
 
 
 @dataclass(frozen=True)

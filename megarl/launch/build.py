@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
+from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, FrozenModel, Task
 from megarl.data.conversations import example_encoder
@@ -41,7 +42,7 @@ from megarl.planner.weight_sync import rollout_format
 from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
-from megarl.roles import Stateful
+from megarl.roles import Checkpoint, Stateful
 from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -220,9 +221,17 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank, trainer: Trainer, prompts: Stateful, state: ObjectiveState, further: Further | None = None
+    rank: Rank,
+    trainer: Trainer,
+    prompts: Stateful,
+    state: ObjectiveState,
+    learner: PolicyLearner | ActorCritic | None = None,
+    further: Further | None = None,
 ) -> Checkpoints:
-    config = rank.config
+    """They save the learner's critic, if any, and what is `further`."""
+    config, further = rank.config, further or Further()
+    if isinstance(learner, ActorCritic):
+        further = replace(further, models={CRITIC: learner.critic, **further.models})
     _storage(rank)  # an impossible export fails now
     return Checkpoints(
         run_dir(config) / "checkpoints",
@@ -234,19 +243,14 @@ def make_checkpoints(
         last_step=config.train.steps,
         asynchronous=config.checkpoint.asynchronous,
         export=partial(export, rank, trainer),
-        further=further or Further(),
+        further=further,
     )
 
 
-class Saves(Protocol):
-    """Checkpoints, here or on other ranks."""
-
-    def save(self) -> None: ...
-    def finish(self) -> None: ...
-
-
 @contextmanager
-def saved(trainers: Sequence[Trainer], checkpoint: Saves, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
+def saved(
+    trainers: Sequence[Trainer], checkpoint: Checkpoint, sleep: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield

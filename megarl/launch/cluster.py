@@ -111,12 +111,8 @@ def _private_folder() -> Iterator[Path]:
         with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
             if time.time() - old.stat().st_mtime > 10:
                 shutil.rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
-    with _locked(folder):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as folder, _locked(Path(folder)):
+        yield Path(folder)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def to_record(failure: Failure) -> str:
     return json.dumps(asdict(failure))
 
 
-def parse_record(text: str) -> Failure:
+def parse_record(text: str | bytes) -> Failure:
     return Failure(**json.loads(text))
 
 

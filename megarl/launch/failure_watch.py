@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.launch.exit_codes import CurrentPhase, Failure, to_record
+from megarl.launch.exit_codes import CurrentPhase, Failure, parse_record, to_record
 from megarl.launch.heartbeat import Heartbeats
 from megarl.launch.progress import Sampler
 from megarl.platform.env import Env, get_env
@@ -56,7 +56,7 @@ class FailureWatch:
         while True:
             try:
                 if self._store.check([KEY]):
-                    failure = Failure(**json.loads(self._store.get(KEY)))
+                    failure = parse_record(self._store.get(KEY))
                     self._on_failure(failure)
                     os._exit(failure.code)
                 if beats % (BEAT_S // POLL_S) == 0:

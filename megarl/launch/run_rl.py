@@ -18,7 +18,6 @@ from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
-from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.load import changed, run_dir
 from megarl.config.schema import Config, Rollout, Task
 from megarl.data.collate import collate
@@ -44,10 +43,8 @@ from megarl.launch.build import (
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
     CAUSE_ROWS,
-    MOE_PROBE_PROMPTS,
-    PROBE_PROMPTS,
-    PROBE_TOKENS,
     ParityChecks,
+    make_checks,
     measure_logprobs,
     rounding_of,
     sampled_rows,
@@ -62,6 +59,7 @@ from megarl.planner.weight_sync import fleet_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
+from megarl.roles import Telemetry
 from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.publisher import make_publisher
@@ -73,7 +71,7 @@ from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
+from megarl.types import CheckFailed, ObjectiveState, Prompt, PublishReport, Terminated, TrainBatch
 from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
@@ -195,9 +193,7 @@ def train_policy(
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
-    if isinstance(learner, ActorCritic):
-        further = replace(further, models={CRITIC: learner.critic, **further.models})
-    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), further)
+    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), learner, further)
     start, state = checkpoint.restore(config.checkpoint.resume)
     for trained in learner.trainers:
         check_weights(rank, trained)
@@ -208,31 +204,52 @@ def train_policy(
         ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
-        is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
+        parity = parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
         weights.span = phases.part
         timed = learner.timed(phases.part)
-        run = RlRun(
-            prompts=ledger,
+        run = make_run(
+            rank,
+            exchange,
+            ledger,
+            telemetry,
+            (start, state),
             rollouts=make_rollouts(rank, exchange, ledger),
-            collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
-            evaluation=evaluation_of(rank, exchange, start, evaluated=telemetry.evaluated),
             checks=parity,
             phases=phases,
             checkpoint=checkpoint,
-            telemetry=telemetry,
-            state=state,
-            steps=config.train.steps,
-            prompts_per_step=config.train.prompts_per_step,
-            start=start,
         )
         with saved(learner.trainers, checkpoint, engine.sleep):
             loop(run)
     trainer.memory.onload_all()
     return trainer
+
+
+def make_run(
+    rank: Rank,
+    generate: Generate,
+    ledger: Ledger,
+    telemetry: Telemetry,
+    begun: tuple[int, ObjectiveState],
+    **roles: Any,
+) -> RlRun:
+    """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
+    config, (start, state) = rank.config, begun
+    is_masked = config.algorithm.truncated == "mask"
+    return RlRun(
+        prompts=ledger,
+        collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
+        evaluation=evaluation_of(rank, generate, start, evaluated=telemetry.evaluated),
+        telemetry=telemetry,
+        state=state,
+        steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        start=start,
+        **roles,
+    )
 
 
 def _engine_share(rank: Rank) -> Rollout:
@@ -334,10 +351,6 @@ def evaluation_of(rank: Rank, generate: Generate, start: int, **outputs: Any) ->
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
-    config = rank.config
-    added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
-    longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
-    count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
     quantizer = make_quantizer(rank, trainer)
     search = CauseSearch(trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None))
 
@@ -345,17 +358,12 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         with through_fp8(trainer, quantizer):
             return search.find(*args)
 
-    return ParityChecks(
-        rank.transport,
+    return make_checks(
+        rank,
         partial(measure_logprobs, trainer, quantizer=quantizer),
         [engine],
-        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
-        added,
-        max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always",
         version=lambda: engine.receiver.version,
-        is_moe=rank.shape.is_moe,
-        replays=config.rollout.router_replay == "engine",
+        replays=rank.config.rollout.router_replay == "engine",
         find=find,
     )
 

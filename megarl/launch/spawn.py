@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +55,7 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
         finally:
             ranks.end()
             unlink_shm(shm, lock=True)
-        code = failure.code if failure else exit_codes.DONE
-        if failure:
-            print(message_of(failure, folder, ranks.left_running), file=sys.stderr, flush=True)
-        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
-        return code
+        return report_end(folder, failure, started, job.world, ranks.left_running)
 
 
 @contextmanager
@@ -197,8 +193,19 @@ class _Ranks:
             process.wait()
 
 
-def message_of(failure: Failure, folder: Path, left_running: list[str]) -> str:
-    """The message on the terminal when a job fails."""
+def report_end(
+    folder: Path, failure: Failure | None, started: float, world: int, left_running: Sequence[str] = ()
+) -> int:
+    """Prints the failure, if any, and writes exit.json; returns the exit code."""
+    code = exit_codes.DONE
+    if failure:
+        code = failure.code
+        print(_message_of(failure, folder, left_running), file=sys.stderr, flush=True)
+    exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
+    return code
+
+
+def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> str:
     if failure.code in (exit_codes.STOPPED, exit_codes.TERMINATED):
         return f"megarl: {failure.message}; results so far are in {folder}"
     if failure.code == exit_codes.USER:

@@ -121,7 +121,7 @@ class Job:
         self.engines.start()
         self.rank = Actor(self.events, "rank")
         checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"), always=False)
-        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", "sync", 4)
+        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", 4)
         self.engines.recover = self.weights.republish
 
     def place_of(self, actor: Actor) -> tuple[str, list[int], int]:
@@ -246,15 +246,15 @@ def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypat
 def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
     job.made[1].lost = "place"
-    job.engines.revive()
+    job.engines.survive(job.engines.wait_started)
     assert len(job.made) == 3 and job.engines.restarts == 1
     job.made[2].start = job.made[0].start = Ref(lambda: None)  # never asked again
-    job.engines.revive()
+    job.engines.survive(job.engines.wait_started)
     other = Job(monkeypatch)
     other.made[0].start = SimpleNamespace(remote=lambda *_: None)
     other.engines.replicas[0].starting = Ref(lambda: {"failure": exit_codes.to_record(Failure(0, 1, "no memory"))})
     with pytest.raises(EngineLost, match="no memory"):
-        other.engines.revive()
+        other.engines.survive(other.engines.wait_started)
 
 
 def test_when_a_node_has_taken_many_along_the_node_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
