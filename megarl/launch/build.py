@@ -39,7 +39,7 @@ from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_by_rank, slices_of
 from megarl.planner.weight_sync import rollout_format
-from megarl.platform.device import DTYPES, Device, gpu_uuids, peak_gb, pick_device
+from megarl.platform.device import DTYPES, Device, gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.roles import Checkpoint, Stateful
@@ -264,19 +264,13 @@ def saved(
     checkpoint.finish()
 
 
-def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
-    """Telemetry of a run from step `start` on, with the peak of start-up; rank 0 monitors its node's GPUs."""
+def rank_telemetry(rank: Rank, start: int, world_size: int | None = None) -> closing[Telemetry | Silent]:
+    """Telemetry of a run from step `start` on; rank 0 monitors its node's GPUs."""
     if rank.env.rank:
         return closing(Silent())
-    telemetry = Telemetry(
-        rank.config,
-        start=start,
-        interactive=is_interactive(),
-        facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
-        gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.is_cuda else (),
-    )
-    telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device.torch)})
-    return closing(telemetry)
+    facts = {"world_size": world_size or rank.env.world_size, "layout": str(rank.layout)}
+    gpus = gpu_uuids(rank.env.local_world_size) if rank.device.is_cuda else ()
+    return closing(Telemetry(rank.config, start=start, interactive=is_interactive(), facts=facts, gpu_uuids=gpus))
 
 
 def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outputs: Any) -> Evaluation:

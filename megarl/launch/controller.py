@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ import torch
 from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.tokenizer import stop_token_ids
-from megarl.launch.build import Rank, make_objective, make_prompts, saved
+from megarl.launch.build import Rank, make_objective, make_prompts, rank_telemetry, saved
 from megarl.launch.cluster import Cluster
 from megarl.launch.engines import EngineLost, Engines
 from megarl.launch.exit_codes import CurrentPhase
@@ -36,14 +36,13 @@ from megarl.launch.ray_actors import GRACE_S, POLL_S, Place, RankLost, TrainerRa
 from megarl.launch.run_rl import make_rollouts, make_run
 from megarl.launch.watch import Watch
 from megarl.platform.device import Device
-from megarl.platform.env import Env, is_interactive
+from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Gate, Prompts
 from megarl.rollout.async_engine import SyncGroup
 from megarl.rollout.overlap import BetweenRequests, Overlap
 from megarl.stages.rl import train
-from megarl.telemetry.ledger import LEDGER, Ledger
-from megarl.telemetry.log import Telemetry
+from megarl.telemetry.ledger import Ledger
 from megarl.types import CheckFailed, ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenScores, TrainBatch
 from megarl.weights.fleet import Fleet
 from megarl.weights.transports.collective import end_barrier
@@ -217,14 +216,11 @@ def _train(rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, 
         ledger.restore(cursor)
     engines.survive(engines.wait_started)
     ranks.meanwhile = engines.glance
-    facts = {"world_size": fleet.world, "layout": str(rank.layout)}
-    with closing(Telemetry(config, start=start, interactive=is_interactive(), facts=facts)) as telemetry:
-        staleness = config.rollout.max_staleness
-        ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=staleness)
+    with rank_telemetry(rank, start, world_size=fleet.world) as telemetry:
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, (), None, rank.phase)
         scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
         overlap = Overlap(engines, scorer, phases.part, engines.is_stopping)
-        ahead = {"begin": overlap.begin, "max_staleness": staleness, "last_step": config.train.steps}
+        ahead = {"max_staleness": config.rollout.max_staleness, "last_step": config.train.steps}
         checks = make_checks(rank, partial(ranks.call, "measure"), engines.replicas)
         per_node = fleet.world if cluster.is_local else fleet.ranks_per_node
         weights = RemoteWeights(config, ranks, engines, checks, cluster.store, per_node)
@@ -236,7 +232,7 @@ def _train(rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, 
             ledger,
             telemetry,
             (start, state),
-            rollouts=make_rollouts(rank, overlap, ledger, **ahead),
+            rollouts=make_rollouts(rank, overlap, ledger, begin=overlap.begin, **ahead),
             learner=trainer,
             objective=make_objective(config),
             weights=weights if config.rollout.update_in_flight else between,

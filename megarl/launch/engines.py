@@ -99,24 +99,21 @@ class Engines:
         self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
 
     def _start(self, number: int) -> Replica:
-        actor, text = self.place.start(EngineActor, number), self.config.model_dump_json()
-        return Replica(number, actor, actor.start.remote(text, str(self.folder), list(self.stop_token_ids)))
+        actor = self.place.start(EngineActor, number)
+        return Replica(number, actor, actor.start.remote(self.config, self.folder, self.stop_token_ids))
 
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
-            self._wait_started(replica)
-
-    def _wait_started(self, replica: Replica) -> None:
-        if replica.starting is None:
-            return
-        try:
-            ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
-        except RayError as error:
-            raise EngineLost(replica, ray_actors.lost(error, f"engine {replica.number}")) from None
-        self.place.watch.add(f"engine {replica.number}", replica.node, pid)
-        *replica.family, replica.max_model_len = replica.value(replica.starting)
-        replica.starting = None
+            if replica.starting is None:
+                continue
+            try:
+                ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
+            except RayError as error:
+                raise EngineLost(replica, ray_actors.lost(error, f"engine {replica.number}")) from None
+            self.place.watch.add(f"engine {replica.number}", replica.node, pid)
+            *replica.family, replica.max_model_len = replica.value(replica.starting)
+            replica.starting = None
 
     # sampling
 
@@ -243,7 +240,7 @@ class Engines:
     def _drop(self, number: int) -> None:
         replica = self.replicas[number]
         replica.is_joined = replica.is_ready = False
-        self._wait_started(replica)
+        self.wait_started()
         replica.call("drop")
         replica.requests.clear()
         if replica.poll is not None:

@@ -88,9 +88,9 @@ def parse_record(text: str | bytes) -> Failure:
     return Failure(**json.loads(text))
 
 
-def first_failure(records: Iterable[str]) -> Failure | None:
-    """Returns the earliest recorded failure; if simultaneous, a refused check comes before the bugs it may cause."""
-    failures = sorted(map(parse_record, filter(None, records)), key=lambda failure: failure.time_s)
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Returns the earliest; if simultaneous, a refused check comes before the bugs it may cause."""
+    failures = sorted(failures, key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
         failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
     return next(iter(failures), None)

@@ -3,7 +3,7 @@
     controller --call--> RankActor x W     (a rank; all of them at once)     --> values of rank 0, or why one failed
                --call--> EngineActor x R   (an AsyncLLM; any number of calls) --> the same
 
-A call returns {"value": ...} or {"failure": record}: what a failure means does not depend on how Ray wraps it.
+A call returns {"value": ...} or {"failure": ...}: what a failure means does not depend on how Ray wraps it.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class _Actor:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = exit_codes.failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
-        return {"failure": exit_codes.to_record(failure)}
+        return {"failure": failure}
 
 
 @ray.remote
 class RankActor(_Actor):
-    def start(self, config: str, env: Env, store: str, name: str) -> dict[str, Any]:
+    def start(self, config: Config, env: Env, store: str, name: str) -> dict[str, Any]:
         try:
             from megarl.launch.split_rank import TrainerRank
 
-            self._number, self._made = env.rank, TrainerRank(Config.model_validate_json(config), env, store, name)
+            self._number, self._made = env.rank, TrainerRank(config, env, store, name)
             return {"value": None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
@@ -86,13 +86,12 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: str, folder: str, stop_token_ids: list[int]) -> dict[str, Any]:
+    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         """Returns what its end needs, processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.async_engine import AsyncEngine
 
-            parsed = Config.model_validate_json(config)
-            made = self._made = await AsyncEngine.start(parsed, Path(folder), stop_token_ids, self._number)
+            made = self._made = await AsyncEngine.start(config, folder, stop_token_ids, self._number)
             pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
             return {"value": (pids, segments, made.max_model_len)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
@@ -113,7 +112,7 @@ def value_of(ref: Any, what: str) -> Any:
     except RayError as error:
         raise lost(error, what) from None
     if "failure" in reply:
-        raise RankLost(exit_codes.parse_record(reply["failure"]))
+        raise RankLost(reply["failure"])
     return reply["value"]
 
 
@@ -168,7 +167,7 @@ class TrainerRanks:
                 place.watch.add(f"rank {rank}", places[number][0], places[number][2])
                 # on a GPU, each sees its own alone, as number 0
                 env = Env(rank, world, 0, max(1, world // len(nodes)), has_launcher=True)
-                starts.append(ranks.actors[rank].start.remote(config.model_dump_json(), env, store, name))
+                starts.append(ranks.actors[rank].start.remote(config, env, store, name))
             ranks.wait(starts)
             stack.pop_all()
         return ranks
@@ -202,7 +201,7 @@ class TrainerRanks:
                     deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
         if not failures:
             return unpack_batch(value)
-        first = exit_codes.first_failure(map(exit_codes.to_record, failures))
+        first = exit_codes.first_failure(failures)
         assert first is not None
         if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
             raise CheckFailed(first.message)

@@ -19,7 +19,7 @@ from megarl.algorithms.parity import Quantiles
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
 from megarl.config.load import changed, run_dir
-from megarl.config.schema import Config, Rollout, Task
+from megarl.config.schema import Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
@@ -36,11 +36,9 @@ from megarl.launch.build import (
     make_prompts,
     make_quantizer,
     make_trainer,
-    open_rank,
     rank_telemetry,
     saved,
 )
-from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
     CAUSE_ROWS,
     ParityChecks,
@@ -56,8 +54,7 @@ from megarl.layout import Axis
 from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.planner.weight_sync import fleet_of, rollout_format
-from megarl.platform.device import DTYPES, device_bytes
-from megarl.platform.env import Env
+from megarl.platform.device import DTYPES, device_bytes, peak_gb
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Telemetry
 from megarl.rollout.engine import Engine
@@ -82,75 +79,71 @@ Learner = PolicyLearner | ActorCritic
 Span = Callable[[str], AbstractContextManager[None]]
 
 
-def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
-    with open_rank(config, env, phase) as rank:
-        export(rank, train_policy(rank, make_engine))
+def run_rl(rank: Rank) -> None:
+    export(rank, train_policy(rank, make_engine))
 
 
-def run_best_of_n(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_best_of_n(rank: Rank) -> None:
     """Trains by SFT on the best sample of each prompt (RAFT)."""
-    with open_rank(config, env, phase) as rank:
-        algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
-        objective = Objective(algorithm, config.rollout.max_tokens)
-        export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
+    config = rank.config
+    algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
+    objective = Objective(algorithm, config.rollout.max_tokens)
+    export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
 
 
-def run_iterative_dpo(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_iterative_dpo(rank: Rank) -> None:
     """Trains by DPO on the best and the worst sample of each prompt."""
-    with open_rank(config, env, phase) as rank:
-        objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
-        export(rank, train_policy(rank, make_engine, objective, best_and_worst))
+    config = rank.config
+    objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
+    export(rank, train_policy(rank, make_engine, objective, best_and_worst))
 
 
-def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_eval(rank: Rank) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
-    with open_rank(config, env, phase) as rank:
-        trainer, engine, *_ = _synced(rank)
-        exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-        evaluation_of(rank, exchange, 0).run(0)
+    trainer, engine, *_ = _synced(rank)
+    exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
+    evaluation_of(rank, exchange, 0).run(0)
 
 
-def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_sync(rank: Rank) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
-    with open_rank(config, env, phase) as rank:
-        *_, parity, report = _synced(rank)
-        worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
-        if env.is_main:
-            kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
-            print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
-            print(f"{kept:.1f} MB kept by {env.world_size} ranks, {received:.1f} MB of them received from others")
-            print(worst, flush=True)
+    *_, parity, report = _synced(rank)
+    worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
+    if rank.env.is_main:
+        kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
+        print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
+        print(f"{kept:.1f} MB kept by {rank.env.world_size} ranks, {received:.1f} MB of them received from others")
+        print(worst, flush=True)
 
 
-def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_parity(rank: Rank) -> None:
     """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
-    unchecked = changed(config, "checks", max_logprob_diff=math.inf)  # the verdict is given here
-    with open_rank(unchecked, env, phase) as rank:
-        trainer, engine, parity, _ = _synced(rank)
-        batch = parity_batch(rank, engine)
-        quantizer = make_quantizer(rank, trainer)
-        measured = measure_logprobs(trainer, batch, quantizer)
-        found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
-        excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
-        if env.is_main:
-            print(f"{found.count} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
-            print(f"measured   {found}")
-            print(f"floor      {measured.floor}")
-            print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
-        if batch.routes:
-            own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
-            trainer.logprobs(batch)
-            share = trainer.router_replay.metrics()["routing/differs"]
-            if env.is_main:
-                print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
-                print(f"           without replay {own}", flush=True)
-        if not excess.is_explained:
-            assert parity.find
-            few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-            cause = parity.find(few, measure_logprobs(trainer, few, quantizer).floor, logprobs_T)
-            raise CheckFailed(
-                f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
-            )
+    # the verdict is given here
+    rank = replace(rank, config=changed(rank.config, "checks", max_logprob_diff=math.inf))
+    trainer, engine, parity, _ = _synced(rank)
+    batch = parity_batch(rank, engine)
+    measured = parity.measure(batch)
+    found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
+    excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
+    if rank.env.is_main:
+        print(f"{found.count} sampled tokens, {rank.config.train.dtype}; |trainer - engine| in nats")
+        print(f"measured   {found}")
+        print(f"floor      {measured.floor}")
+        print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+    if batch.routes:
+        own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
+        trainer.logprobs(batch)
+        share = trainer.router_replay.metrics()["routing/differs"]
+        if rank.env.is_main:
+            print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
+            print(f"           without replay {own}", flush=True)
+    if not excess.is_explained:
+        assert parity.find
+        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
+        cause = parity.find(few, parity.measure(few).floor, logprobs_T)
+        raise CheckFailed(
+            f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
+        )
 
 
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
@@ -201,7 +194,7 @@ def train_policy(
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
-        ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
+        telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device.torch)})
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device.torch, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
         parity = parity_checks(rank, trainer, engine)
@@ -238,6 +231,8 @@ def make_run(
 ) -> RlRun:
     """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
     config, (start, state) = rank.config, begun
+    file, staleness = run_dir(config) / LEDGER if rank.env.is_main else None, config.rollout.max_staleness
+    ledger.open(file, step=start, max_staleness=staleness)
     is_masked = config.algorithm.truncated == "mask"
     return RlRun(
         prompts=ledger,

@@ -135,10 +135,7 @@ class _Ranks:
         os.close(store_fd)
 
     def wait(self, signals: set[int]) -> Failure | None:
-        """Wait until all ranks are done, one fails or stops responding, or the user stops the job.
-
-        Returns None if all are done.
-        """
+        """Wait until one fails or stops responding, the user stops the job, or all are done: then returns None."""
         heartbeats = Heartbeats(self.slots.read, self.timeout_s)
         while not signals or (signals == {signal.SIGTERM} and self._save(heartbeats.states)):
             codes = [process.poll() for process in self.processes]
@@ -178,7 +175,8 @@ class _Ranks:
             name = signal.strsignal(-status) if -status not in set(signal.Signals) else signal.Signals(-status).name
             hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
-        if failure := exit_codes.first_failure(map(self.slots.failure, range(len(self.processes)))):
+        records = filter(None, map(self.slots.failure, range(len(self.processes))))
+        if failure := exit_codes.first_failure(map(exit_codes.parse_record, records)):
             late = heartbeats.suspect
             return late if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank else failure
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT

@@ -16,15 +16,7 @@ from functools import partial
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.launch.build import (
-    check_weights,
-    export,
-    make_checkpoints,
-    make_learner,
-    make_objective,
-    make_trainer,
-    open_rank,
-)
+from megarl.launch import build
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import Measured, ParityChecks, measure_logprobs
 from megarl.platform.env import Env
@@ -55,14 +47,14 @@ class TrainerRank:
         """A collective of the trainer's ranks, which meet at the keys `name` of `store`."""
         self.phase, self._stack = CurrentPhase(), ExitStack()
         meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
-        rank = self.rank = self._stack.enter_context(open_rank(config, env, self.phase, meeting))
-        self.trainer = make_trainer(rank)
-        objective = make_objective(config)
-        self.learner = make_learner(rank, self.trainer, objective)
-        self.prompts = StoredState()
-        self.checkpoint = make_checkpoints(rank, self.trainer, self.prompts, objective.initial_state(), self.learner)
+        rank = self.rank = self._stack.enter_context(build.open_rank(config, env, self.phase, meeting))
+        self.trainer = build.make_trainer(rank)
+        objective, self.prompts = build.make_objective(config), StoredState()
+        self.learner = build.make_learner(rank, self.trainer, objective)
+        state = objective.initial_state()
+        self.checkpoint = build.make_checkpoints(rank, self.trainer, self.prompts, state, self.learner)
         self.save, self.finish = self.checkpoint.save, self.checkpoint.finish
-        self.export = partial(export, rank, self.trainer)
+        self.export = partial(build.export, rank, self.trainer)
         self.checks = ParityChecks(
             rank.transport,
             partial(measure_logprobs, self.trainer),
@@ -77,7 +69,7 @@ class TrainerRank:
         """Returns the steps done, and the states of the objective and of the prompts."""
         start, state = self.checkpoint.restore(self.rank.config.checkpoint.resume)
         for trained in self.learner.trainers:
-            check_weights(self.rank, trained)
+            build.check_weights(self.rank, trained)
         return start, state, self.prompts.state()
 
     def score(self, batch: TrainBatch) -> TokenScores:

@@ -252,7 +252,7 @@ def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytes
     job.engines.survive(job.engines.wait_started)
     other = Job(monkeypatch)
     other.made[0].start = SimpleNamespace(remote=lambda *_: None)
-    other.engines.replicas[0].starting = Ref(lambda: {"failure": exit_codes.to_record(Failure(0, 1, "no memory"))})
+    other.engines.replicas[0].starting = Ref(lambda: {"failure": Failure(0, 1, "no memory")})
     with pytest.raises(EngineLost, match="no memory"):
         other.engines.survive(other.engines.wait_started)
 
@@ -275,7 +275,7 @@ def test_a_failure_of_the_ranks_may_be_an_engines(monkeypatch: pytest.MonkeyPatc
     def fail_once(method: str, *values: Any) -> Ref:
         if method == "transfer" and not failed:
             failed.append(1)
-            record = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+            record = Failure(0, exit_codes.DEFECT, "Connection closed by peer")
             return Ref(lambda: {"failure": record})
         return begin(method, *values)
 
@@ -300,7 +300,7 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
     peer, gone = Actor(job.events, "rank 0"), Actor(job.events, "rank 1")
-    failure = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+    failure = Failure(0, exit_codes.DEFECT, "Connection closed by peer")
     peer.value = lambda value: {"failure": failure}  # type: ignore[method-assign]
     gone.is_gone = True
     with pytest.raises(RankLost, match="rank 1 was killed") as lost:
@@ -309,7 +309,7 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: 
     stuck: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False)))
     with pytest.raises(RankLost, match="rank 1 was killed"):  # and nobody waits for what a peer reports
         TrainerRanks([stuck, gone]).call("update")
-    refusal = exit_codes.to_record(Failure(0, exit_codes.REFUSED, "log-probs differ"))
+    refusal = Failure(0, exit_codes.REFUSED, "log-probs differ")
     peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
     with pytest.raises(CheckFailed, match="log-probs differ"):
         TrainerRanks([peer, peer]).call("update")
