@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from megarl.types import Prompt, TokenBatch
 
 # of hidden states, loss and gradient norm, relative to the largest
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp8": 0.1}
-SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-AXES: dict[str, str] = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), SIZES, strict=True))
+AXES = {name: field.name for name, field in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), fields(Parallel), strict=True)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Builds what every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
 
-run_rl.py, run_offline.py ... build the rest. Every rank must call the same functions in the same order, since
-engines and process groups are created by collectives.
+Every rank must call the same functions in the same order: engines and process groups are created by collectives.
 """
 
 from __future__ import annotations
@@ -76,12 +75,7 @@ class Rank:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        env: Env,
-        device: Device,
-        phase: CurrentPhase | None = None,
-        layout: Layout | None = None,
+        cls, config: Config, env: Env, device: Device, phase: CurrentPhase | None = None, layout: Layout | None = None
     ) -> Rank:
         """torch.distributed must be initialised if there are several ranks."""
         assert config.model.path is not None, "the launcher must set model.path"
@@ -101,8 +95,7 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone.
 
     `store`: where the ranks meet; None: as their launcher arranged it."""
-    device = pick_device(env.local_rank)
-    timeout = timedelta(seconds=config.launch.timeout_s)
+    device, timeout = pick_device(env.local_rank), timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     if device.is_cuda:
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice

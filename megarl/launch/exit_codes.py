@@ -57,11 +57,8 @@ class Failure:
 
 
 def classify(error: BaseException) -> int:
-    """Returns the exit code for an exception that ends a rank.
-
-    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then gives
-    the values and the remedy. Raised inside a library, the same exception is a bug.
-    """
+    """Returns the exit code for an exception that ends a rank. A ValueError or FileNotFoundError is the user's to
+    correct only if megarl itself raised it, with the values and the remedy; inside a library, it is a bug."""
     if (name := type(error).__name__) in NAMED:
         return NAMED[name]
     if isinstance(error, ValueError | FileNotFoundError):
@@ -97,10 +94,8 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed.
-
-    A disk that refuses it is only reported: the exit code itself still counts.
-    """
+    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed. A disk that
+    refuses it is only reported."""
     values: dict[str, Any] = {"code": code, **facts}
     if failure is not None:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}

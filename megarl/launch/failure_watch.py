@@ -31,10 +31,8 @@ Call = Callable[..., object]
 
 
 class FailureWatch:
-    """A second connection to the job's store: the process group's own connection blocks during collectives.
-
-    It ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
-    """
+    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`. It has a connection
+    of its own to the job's store: that of the process group blocks during collectives."""
 
     def __init__(self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call) -> None:
         self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank

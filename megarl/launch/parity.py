@@ -80,10 +80,8 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
-    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors.
-
-    With a quantizer, these are of the weights that the engine has, and there is one more of those that are trained.
-    """
+    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors; with a
+    quantizer, under the weights that the engine has, after one more under those that are trained."""
     eps = rounding_of(trainer, is_fp8=quantizer is not None)
     trained_K, noise = trainer.logprobs(batch)[batch.mask], []
     with through_fp8(trainer, quantizer):
@@ -142,7 +140,7 @@ class ParityChecks:
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
         completed = self.engines[0].complete(self.prompts, max_tokens=self.max_tokens)
-        rows = self._of_rank_0(torch.cat(completed)).split(lengths)
+        rows = self.transport.gather(torch.cat(completed))[0].split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         if self.replays:
@@ -152,8 +150,8 @@ class ParityChecks:
         else:
             all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
-        floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
-        logprobs_K, found = self._of_rank_0(measured.logprobs_K), list[Quantiles]()
+        of_rank = (measured.floor, measured.of_policy, measured.logprobs_K)
+        (floor, self.floor, logprobs_K), found = self.transport.gather(of_rank)[0], list[Quantiles]()
         for scores in all_scores:
             scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
             found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
@@ -215,9 +213,6 @@ class ParityChecks:
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
         self.floor, self.floor_age = self.measure(batch).of_policy, 0
         return self.floor
-
-    def _of_rank_0(self, x: Tensor) -> Tensor:
-        return self.transport.sum(x if self.transport.rank == 0 else torch.zeros_like(x))
 
 
 def make_checks(

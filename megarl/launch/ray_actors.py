@@ -44,7 +44,7 @@ class RankLost(RuntimeError):
 
 
 class _Actor:
-    """What both kinds share. Imports torch only once the environment is set."""
+    """Imports torch only once the environment is set."""
 
     def __init__(self, number: int, log: str, environment: Mapping[str, Any]) -> None:
         set_env(**environment)

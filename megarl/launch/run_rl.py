@@ -173,9 +173,8 @@ def train_policy(
     loop: Callable[[RlRun], None] = train,
     beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
 ) -> Trainer:
-    """Runs the loop from the start or from a checkpoint; returns the trained policy.
-
-    `beside` is called before a checkpoint is restored: what else they save.
+    """Runs the loop from the start or from a checkpoint; returns the trained policy. `beside` is called before a
+    checkpoint is restored: what else they save.
 
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
@@ -368,15 +367,13 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    arguments = (config, shape, fleet, rank.transport)
-    options: dict[str, Any] = {"is_cuda": rank.device.is_cuda}
+    make = partial(make_publisher, config, shape, fleet, rank.transport, is_cuda=rank.device.is_cuda, weights=weights)
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
-        first = make_publisher(*arguments, base, receiver.base, weights=weights, **options)
-        return adapter_publisher(rank, trainer, first, receiver, fleet.ranks_per_node, probe)
+        return adapter_publisher(rank, trainer, make(base, receiver.base), receiver, fleet.ranks_per_node, probe)
     sender, fmt = WeightSender(trainer.local_slices(), trainer.merged_parameters), rollout_format(config, shape)
     if fmt and (quantizer := make_quantizer(rank, trainer)):
         weights = weights.in_fp8(scale_shapes(shape, fmt))
         sender = quantizer.sender(trainer.parameters_by_name)
-    return make_publisher(*arguments, sender, receiver, weights=weights, probe=probe, **options)
+    return make(sender, receiver, weights=weights, probe=probe)

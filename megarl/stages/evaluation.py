@@ -18,10 +18,7 @@ from megarl.types import Prompt, Request, Sample
 
 
 def correctness(sample: Sample) -> float:
-    """1.0 if the accuracy reward is full; partial credit and unscored samples count as wrong.
-
-    Without an accuracy reward, the sample's reward.
-    """
+    """1.0 if the accuracy reward is full, else 0.0; without an accuracy reward, the reward. Unscored samples: 0.0."""
     if sample.reward is None:
         return 0.0
     return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
