@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
 from megarl.platform.disk import full_disk
@@ -29,6 +29,10 @@ On several nodes, start the same command with torchrun (scripts/torchrun_multino
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *, run: Callable[[argparse.Namespace], int] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(run=run)
+
     def error(self, message: str) -> NoReturn:
         self.exit(USER, f"{self.prog}: {message}; see {self.prog} --help\n")
 
@@ -66,20 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(overrides=[], layouts=[], dry_run=False, resume_changed=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text)
-        added.set_defaults(run=run)
-        return added
-
-    train = command("train", partial(_run, "train"), "train a model; results go to runs/<run.name>")
+    add = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser).add_parser
+    train = add("train", run=partial(_run, "train"), help="train a model; results go to runs/<run.name>")
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
     changed = "resume a run with settings that change what is trained; config_<n>.yaml records them"
     train.add_argument("--resume-changed", action="store_true", help=changed)
-    evaluate = command("eval", partial(_run, "eval"), "measure a model's accuracy on held-out problems of the task")
-    plan = command("plan", _plan, "predict bytes and time of a weight sync, without weights or a GPU")
-    check = command("check", _check, "compare layouts on one update, or trainer and engine")
+    evaluate = add(
+        "eval", run=partial(_run, "eval"), help="measure a model's accuracy on held-out problems of the task"
+    )
+    plan = add("plan", run=_plan, help="predict bytes and time of a weight sync, without weights or a GPU")
+    check = add("check", run=_check, help="compare layouts on one update, or trainer and engine")
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
     check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
     check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
@@ -88,16 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     for each in (train, evaluate, plan, check):
         each.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
         each.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
-    report = command(
-        "report",
-        lambda args: _report(args.run_dirs, is_comparison=args.compare),
-        "draw the curves of runs: report.png and report.html",
-    )
+    report = add("report", run=_reports, help="draw the curves of runs: report.png and report.html")
     report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
     report.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run directory, e.g. runs/quickstart"
     )
-    ledger = command("audit", _audit, "balance a run's ledger: what became of every prompt; exit 3 if it does not")
+    ledger = add("audit", run=_audit, help="balance a run's ledger: what became of every prompt; exit 3 if it does not")
     ledger.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
@@ -106,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--messages", metavar="FILE", type=Path, help="write one line [round, sender, receiver, bytes] per message"
     )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and transfers to a .png or .svg file")
-    convert = command("convert", _convert, "HF model <-> Megatron distributed checkpoint, streamed and verified")
+    convert = add("convert", run=_convert, help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
     convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion resumes")
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
@@ -117,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
     convert.add_argument("--export-format", choices=("bf16", "same"), default="bf16", help="as in a run's config")
     convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
-    serve = command("serve-reward", _serve_reward, "score responses with a reward model, over HTTP")
+    serve = add("serve-reward", run=_serve_reward, help="score responses with a reward model, over HTTP")
     serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     serve.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
@@ -262,6 +258,10 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     ranks_per_node = config.launch.processes_per_node or ranks_per_node
     config = changed(config, "launch", processes=world, processes_per_node=ranks_per_node)
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
+
+
+def _reports(args: argparse.Namespace) -> int:
+    return _report(args.run_dirs, is_comparison=args.compare)
 
 
 def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
