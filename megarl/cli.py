@@ -1,7 +1,6 @@
-"""The command line: parses arguments, dispatches, returns the exit code. Work that needs torch runs in the ranks.
+"""The command line: parses arguments, dispatches, returns the exit code (launch.exit_codes).
 
-Exit codes: 0 done, 1 a bug, 2 the config or input is wrong (one line), 3 refused (a check, a stopped rank, a full
-disk), 130 interrupted, 143 SIGTERM (saved).
+Work that needs torch runs in the ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
 from megarl.platform.disk import full_disk
@@ -30,6 +29,10 @@ On several nodes, start the same command with torchrun (scripts/torchrun_multino
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *, run: Callable[[argparse.Namespace], int] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(run=run)
+
     def error(self, message: str) -> NoReturn:
         self.exit(USER, f"{self.prog}: {message}; see {self.prog} --help\n")
 
@@ -41,43 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stray := [text for text in rest if text.startswith("-") or "=" not in text]:
         parser.error(f"unknown argument {stray[0]}")
     # overrides may follow options
-    overrides = [*getattr(args, "overrides", ()), *rest, *(t for t in getattr(args, "layouts", ()) if "=" in t)]
+    args.overrides = [*args.overrides, *rest, *(text for text in args.layouts if "=" in text)]
     try:
-        if args.command == "audit":
-            return _audit(args.run_dir)
-        if args.command == "report":
-            return _report([Path(folder) for folder in args.run_dirs], is_comparison=args.compare)
-        if args.command == "convert":
-            return _convert(args)
-        if args.command == "serve-reward":
-            return _serve_reward(args)
-        if args.command == "plan":
-            return _plan(args, overrides)
-        if args.command == "check" and args.precision:
-            return _precision(args.config, overrides)
-        if args.command == "check" and (args.parity or args.sync):
-            return _run("parity" if args.parity else "sync", args.config, overrides)
-        if args.command == "check":
-            return _check(args.config, [text for text in args.layouts if "=" not in text], overrides)
-        if args.command == "eval":
-            return _run("eval", args.config, overrides)
-        return _run("train", args.config, overrides, dry_run=args.dry_run, resume_changed=args.resume_changed)
+        return args.run(args)
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # the reader closed the pipe: `megarl plan ... | head`
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue] (nothing is flushed at exit)
         return DONE
-    except (ValueError, FileNotFoundError) as error:
-        if classify(error) != USER:
+    except Exception as error:
+        full = full_disk(error, Path(error.filename or ".")) if isinstance(error, OSError) else ""
+        code = REFUSED if full else classify(error)
+        if code not in (USER, REFUSED):
             raise
-        if get_env("RANK", "0") == "0":
-            print(f"megarl: {redact(' '.join(str(error).split()))}", file=sys.stderr)
-        return USER
-    except OSError as error:
-        if not (full := full_disk(error, Path(error.filename or "."))):
-            raise
-        print(f"megarl: {full}", file=sys.stderr)
-        return REFUSED
+        if full or get_env("RANK", "0") == "0":
+            print(f"megarl: {full or redact(' '.join(str(error).split()))}", file=sys.stderr)
+        return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,28 +69,31 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    train = commands.add_parser("train", help="train a model; results go to runs/<run.name>")
+    parser.set_defaults(overrides=[], layouts=[], dry_run=False, resume_changed=False)
+    add = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser).add_parser
+    train = add("train", run=partial(_run, "train"), help="train a model; results go to runs/<run.name>")
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
     changed = "resume a run with settings that change what is trained; config_<n>.yaml records them"
     train.add_argument("--resume-changed", action="store_true", help=changed)
-    evaluate = commands.add_parser("eval", help="measure a model's accuracy on held-out problems of the task")
-    plan = commands.add_parser("plan", help="predict bytes and time of a weight sync, without weights or a GPU")
-    check = commands.add_parser("check", help="compare layouts on one update, or trainer and engine")
+    evaluate = add(
+        "eval", run=partial(_run, "eval"), help="measure a model's accuracy on held-out problems of the task"
+    )
+    plan = add("plan", run=_plan, help="predict bytes and time of a weight sync, without weights or a GPU")
+    check = add("check", run=_check, help="compare layouts on one update, or trainer and engine")
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
     check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
     check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
     check.add_argument("--precision", action="store_true", help="list the precision of every module on both sides")
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
-    for command in (train, evaluate, plan, check):
-        command.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
-    report = commands.add_parser("report", help="draw the curves of runs: report.png and report.html")
+    for each in (train, evaluate, plan, check):
+        each.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
+        each.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
+    report = add("report", run=_reports, help="draw the curves of runs: report.png and report.html")
     report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
-    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory, e.g. runs/quickstart")
-    ledger = commands.add_parser(
-        "audit", help="balance a run's ledger: what became of every prompt; exit 3 if it does not"
+    report.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run directory, e.g. runs/quickstart"
     )
+    ledger = add("audit", run=_audit, help="balance a run's ledger: what became of every prompt; exit 3 if it does not")
     ledger.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart")
     plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
     plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
@@ -117,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--messages", metavar="FILE", type=Path, help="write one line [round, sender, receiver, bytes] per message"
     )
     plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and transfers to a .png or .svg file")
-    convert = commands.add_parser("convert", help="HF model <-> Megatron distributed checkpoint, streamed and verified")
+    convert = add("convert", run=_convert, help="HF model <-> Megatron distributed checkpoint, streamed and verified")
     convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
     convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion resumes")
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
@@ -128,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
     convert.add_argument("--export-format", choices=("bf16", "same"), default="bf16", help="as in a run's config")
     convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
-    serve = commands.add_parser("serve-reward", help="score responses with a reward model, over HTTP")
+    serve = add("serve-reward", run=_serve_reward, help="score responses with a reward model, over HTTP")
     serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     serve.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
@@ -149,16 +134,21 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    import json
-
+def _load(args: argparse.Namespace, env: Env) -> Config:
+    """The config with its overrides, and the model's revision as a commit."""
     from megarl.config.load import load_config
     from megarl.launch.downloads import resolve_model
+
+    return resolve_model(load_config(args.config, args.overrides), env)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import json
+
     from megarl.planner.weight_sync import describe_weights, plan_weights, write_messages
     from megarl.telemetry.plan_figure import draw_plan
 
-    config = resolve_model(load_config(args.config, overrides), Env.read())
-    plan, figures = plan_weights(config, gpu=args.gpu)
+    plan, figures = plan_weights(_load(args, Env.read()), gpu=args.gpu)
     if args.messages:
         write_messages(plan, args.messages)
     if args.figure:
@@ -171,40 +161,29 @@ def _convert(args: argparse.Namespace) -> int:
     from megarl.checkpoint.hf import FILE_BYTES
     from megarl.launch.convert import run_convert
     from megarl.layout import Parallel
-    from megarl.types import CheckFailed
 
     sizes = Parallel(tensor=args.tp, pipeline=args.pp, expert=args.ep)
     file_bytes = FILE_BYTES if args.file_gb is None else int(args.file_gb * 1e9)
     options = {"config": args.config, "file_bytes": file_bytes, "interactive": is_interactive()}
     options["quantise"] = args.export_format == "same"
-    try:
-        print(run_convert(args.source, args.target, args.to, sizes, **options))
-    except CheckFailed as error:
-        print(f"megarl: {redact(str(error))}", file=sys.stderr)
-        return REFUSED
+    print(run_convert(args.source, args.target, args.to, sizes, **options))
     return DONE
 
 
-def _check(path: str, layouts: Sequence[str], overrides: Sequence[str]) -> int:
-    from megarl.config.load import load_config
-    from megarl.launch.check import check_layouts_of
-    from megarl.launch.downloads import resolve_model
-
-    env = Env.read()
-    config = resolve_model(load_config(path, overrides), env)
-    return check_layouts_of(config, layouts, env, partial(_launch, env))
-
-
-def _precision(path: str, overrides: Sequence[str]) -> int:
-    from megarl.config.load import load_config
+def _check(args: argparse.Namespace) -> int:
+    if (args.parity or args.sync) and not args.precision:
+        return _run("parity" if args.parity else "sync", args)
     from megarl.config.validate import check_config
-    from megarl.launch.downloads import resolve_model
+    from megarl.launch.check import check_layouts_of
     from megarl.planner.precision import describe_precision
 
     env = Env.read()
-    config = resolve_model(load_config(path, overrides), env)
-    print(describe_precision(config, check_config(config, env, command="check").model))
-    return DONE
+    config = _load(args, env)
+    if args.precision:
+        print(describe_precision(config, check_config(config, env, command="check").model))
+        return DONE
+    layouts = [text for text in args.layouts if "=" not in text]
+    return check_layouts_of(config, layouts, env, partial(_launch, env))
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:
@@ -222,9 +201,7 @@ def _launch(env: Env, config: Config, job: Job, command: str) -> int:
     return spawn_ranks(config, job, command)
 
 
-def _run(
-    command: str, path: str, overrides: Sequence[str], *, dry_run: bool = False, resume_changed: bool = False
-) -> int:
+def _run(command: str, args: argparse.Namespace) -> int:
     from megarl.config.load import changed, load_config, run_dir
     from megarl.config.names import ENGINE_STAGES
     from megarl.launch.downloads import download_weights, resolve_datasets, resolve_model
@@ -233,17 +210,17 @@ def _run(
     from megarl.launch.run_config import check_resumed, make_run_dir
 
     env = Env.read()
-    config = load_config(path, overrides)
+    config = load_config(args.config, args.overrides)
     if command != "train":  # its own folder, beside the run's
         config = changed(config, "run", name=f"{config.run.name}-{command}")
     try:
         config = resolve_datasets(resolve_model(config, env), env)
         job = preflight(config, env, command=command)
-        if not dry_run:
+        if not args.dry_run:
             download_weights(config, env, command)
             make_run_dir(config)
             config = materialize_model(config)
-            if command == "train" and not resume_changed:
+            if command == "train" and not args.resume_changed:
                 check_resumed(config)
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
@@ -252,7 +229,7 @@ def _run(
     if env.is_main:
         for warning in job.warnings:
             print(f"megarl: warning: {warning}", file=sys.stderr)
-    if dry_run:
+    if args.dry_run:
         print(describe(config, job))
         return DONE
     code = _launch(env, config, job, command)
@@ -283,6 +260,10 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 
+def _reports(args: argparse.Namespace) -> int:
+    return _report(args.run_dirs, is_comparison=args.compare)
+
+
 def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
     from megarl.telemetry.report import write_comparison, write_report
 
@@ -291,10 +272,10 @@ def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
     return DONE
 
 
-def _audit(folder: Path) -> int:
+def _audit(args: argparse.Namespace) -> int:
     from megarl.telemetry.ledger import audit
 
-    report = audit(folder)
+    report = audit(args.run_dir)
     print(report)
     for problem in report.problems:
         print(f"megarl: {problem}", file=sys.stderr)

@@ -52,7 +52,6 @@ class Prompts(Stateful, Protocol):
     def take(self, count: int) -> list[Prompt]: ...
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """`take` returns these, the last that were taken, again."""
-        ...
 
 
 Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated
@@ -74,7 +73,6 @@ class AsyncSampler(Protocol):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Returns at once. A prompt's requests go to one replica, of those with verified weights."""
-        ...
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """Returns the samples finished since the last call; waits for one, at most `timeout_s`. Raises CheckFailed if
@@ -107,7 +105,6 @@ class Rollouts(Protocol):
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
     def trained(self, step: int, update: StepReport | None = None, *, by: str = "policy") -> None:
         """The groups that were collected for this step are used up: no later step or resumed run samples them."""
-        ...
 
 
 # Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to refuse the update.
@@ -148,13 +145,15 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """Saves after `step` rollout batches, when a save is due; `last` marks the last step.
+    """`maybe_save` saves after `step` rollout batches, when a save is due; `last` marks the last step.
 
-    `hold` is called before a stage changes what is saved otherwise than by a step: it saves the last boundary, which
-    could not be saved later.
+    `save` saves the last boundary now, `finish` waits until it is written. `hold` is called before a stage changes what
+    is saved otherwise than by a step: the last boundary could not be saved later.
     """
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
+    def save(self) -> None: ...
+    def finish(self) -> None: ...
     def hold(self) -> None: ...
 
 

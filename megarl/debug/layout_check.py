@@ -5,8 +5,9 @@ layouts, one after another on the same ranks --> LayoutResult of each --compare-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,19 +21,9 @@ from megarl.layout import Layout, Parallel
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-TOLERANCE = {
-    "fp32": 1e-4,
-    "bf16": 5e-2,
-    "fp8": 0.1,
-}  # of hidden states, loss and gradient norm, relative to the largest
-AXES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "vpp": "virtual_pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
-}
+# of hidden states, loss and gradient norm, relative to the largest
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp8": 0.1}
+AXES = {name: field.name for name, field in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), fields(Parallel), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -48,14 +39,14 @@ def parse_layout(text: str) -> Parallel:
     """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism. Raises ValueError for any other text."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, size = part.rstrip("0123456789"), part[len(part.rstrip("0123456789")) :]
         if part in ("1", "dp"):
             continue
-        if axis not in AXES or not size or int(size) < 1:
+        parts = re.fullmatch(r"([a-z]+)0*([1-9][0-9]*)", part)
+        if parts is None or parts[1] not in AXES:
             raise ValueError(
                 f"--layouts {text!r}: {part!r} is not a layout; write 1, tp2 or tp2,pp2 ({', '.join(AXES)})"
             )
-        sizes[AXES[axis]] = int(size)
+        sizes[AXES[parts[1]]] = int(parts[2])
     return Parallel(**sizes)
 
 

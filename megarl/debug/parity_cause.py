@@ -155,12 +155,7 @@ class CauseSearch:
     ) -> tuple[Tensor, Tensor]:
         """One forward pass; with `draw`, planted rounding errors. Returns log-probs [T] and outputs [names, T, 8]."""
         names = names or list(replaced or {})
-        layout = self.trainer.layout
-        noise = (
-            rounding_errors(self.trainer.model, self.eps, seed=draw * layout.world + layout.rank)
-            if draw is not None
-            else nullcontext()
-        )
+        noise = nullcontext() if draw is None else rounding_errors(self.trainer, self.eps, draw=draw)
         modules = trainer_sublayers(self.trainer)
         with noise, record_outputs(self.trainer, batch, modules, names, replaced) as outputs_NT8:
             logprobs_T = self.trainer.logprobs(batch)

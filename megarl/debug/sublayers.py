@@ -108,11 +108,12 @@ def record_outputs(
 
 
 @contextmanager
-def rounding_errors(chunks: Sequence[nn.Module], eps: float, *, seed: int) -> Iterator[None]:
+def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None]:
     """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in [-eps, eps].
 
     Repeating a forward pass measures nothing: on a CPU it is bit-equal.
     """
+    seed = draw * trainer.layout.world + trainer.layout.rank
     random: dict[torch.device, torch.Generator] = {}
 
     def plant(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -122,13 +123,8 @@ def rounding_errors(chunks: Sequence[nn.Module], eps: float, *, seed: int) -> It
         planted: Tensor = (x.float() * (1 + u)).to(x.dtype)
         return (planted, *rest) if isinstance(output, tuple) else planted
 
-    places: list[Any] = []
-    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
-        if isinstance(module, TransformerLayer):
-            places += [module.self_attention, module.mlp]
-        elif name.endswith("final_layernorm"):
-            places.append(module)
     with ExitStack() as hooks:
-        for place in places:
-            hooks.enter_context(place.register_forward_hook(plant))
+        for name, place in trainer_sublayers(trainer).items():
+            if name.endswith((".attention", ".mlp", "final_norm")):
+                hooks.enter_context(place.register_forward_hook(plant))
         yield

@@ -1,18 +1,17 @@
 """Builds what every stage needs on one rank: the process group, the trainer, prompts, checkpoints, telemetry.
 
-run_rl.py, run_offline.py ... build the rest. Every rank must call the same functions in the same order, since
-engines and process groups are created by collectives.
+Every rank must call the same functions in the same order: engines and process groups are created by collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from megarl.algorithms.objective import Objective
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
+from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, FrozenModel, Task
 from megarl.data.conversations import example_encoder
@@ -38,10 +38,10 @@ from megarl.models.registry import FAMILIES, fp32_tensors, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_by_rank, slices_of
 from megarl.planner.weight_sync import rollout_format
-from megarl.platform.device import DTYPES, gpu_uuids, peak_gb, pick_device
+from megarl.platform.device import DTYPES, gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.rewards.served_model import ServedModel, client_of
-from megarl.roles import Stateful
+from megarl.roles import Checkpoint, Stateful
 from megarl.stages.evaluation import Evaluation, Measure
 from megarl.telemetry.log import Silent, Telemetry
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -100,8 +100,7 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone.
 
     `store`: where the ranks meet; None: as their launcher arranged it."""
-    device = pick_device(env.local_rank)
-    timeout = timedelta(seconds=config.launch.timeout_s)
+    device, timeout = pick_device(env.local_rank), timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
@@ -220,9 +219,17 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_checkpoints(
-    rank: Rank, trainer: Trainer, prompts: Stateful, state: ObjectiveState, further: Further | None = None
+    rank: Rank,
+    trainer: Trainer,
+    prompts: Stateful,
+    state: ObjectiveState,
+    learner: PolicyLearner | ActorCritic | None = None,
+    further: Further | None = None,
 ) -> Checkpoints:
-    config = rank.config
+    """They save the learner's critic, if any, and what is `further`."""
+    config, further = rank.config, further or Further()
+    if isinstance(learner, ActorCritic):
+        further = replace(further, models={CRITIC: learner.critic, **further.models})
     _storage(rank)  # an impossible export fails now
     return Checkpoints(
         run_dir(config) / "checkpoints",
@@ -234,19 +241,14 @@ def make_checkpoints(
         last_step=config.train.steps,
         asynchronous=config.checkpoint.asynchronous,
         export=partial(export, rank, trainer),
-        further=further or Further(),
+        further=further,
     )
 
 
-class Saves(Protocol):
-    """Checkpoints, here or on other ranks."""
-
-    def save(self) -> None: ...
-    def finish(self) -> None: ...
-
-
 @contextmanager
-def saved(trainers: Sequence[Trainer], checkpoint: Saves, sleep: Callable[[], None] = lambda: None) -> Iterator[None]:
+def saved(
+    trainers: Sequence[Trainer], checkpoint: Checkpoint, sleep: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Saves the progress so far if a check refuses to continue, or SIGTERM arrives: both are raised on every rank."""
     try:
         yield
@@ -260,19 +262,13 @@ def saved(trainers: Sequence[Trainer], checkpoint: Saves, sleep: Callable[[], No
     checkpoint.finish()
 
 
-def rank_telemetry(rank: Rank, start: int) -> closing[Telemetry | Silent]:
-    """Telemetry of a run from step `start` on, with the peak of start-up; rank 0 monitors its node's GPUs."""
+def rank_telemetry(rank: Rank, start: int, world_size: int | None = None) -> closing[Telemetry | Silent]:
+    """Telemetry of a run from step `start` on; rank 0 monitors its node's GPUs."""
     if rank.env.rank:
         return closing(Silent())
-    telemetry = Telemetry(
-        rank.config,
-        start=start,
-        interactive=is_interactive(),
-        facts={"world_size": rank.env.world_size, "layout": str(rank.layout)},
-        gpu_uuids=gpu_uuids(rank.env.local_world_size) if rank.device.type == "cuda" else (),
-    )
-    telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
-    return closing(telemetry)
+    facts = {"world_size": world_size or rank.env.world_size, "layout": str(rank.layout)}
+    gpus = gpu_uuids(rank.env.local_world_size) if rank.device.type == "cuda" else ()
+    return closing(Telemetry(rank.config, start=start, interactive=is_interactive(), facts=facts, gpu_uuids=gpus))
 
 
 def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outputs: Any) -> Evaluation:

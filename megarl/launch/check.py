@@ -24,10 +24,8 @@ USUAL = ("1", "tp2", "pp2", "cp2", "ep2", "tp2,pp2", "tp2,ep2", "pp2,ep2")
 def check_layouts_of(
     config: Config, layouts: Sequence[str], env: Env, launch: Callable[[Config, Job, str], int]
 ) -> int:
-    """Compare one update under `layouts`, on ranks that `launch(config, job, command)` runs; returns the exit code.
-
-    If `layouts` is empty, uses those of `USUAL` that fit the model. Raises ValueError for a layout that does not fit.
-    """
+    """Compare one update under `layouts`, or those of USUAL that fit the model, on ranks that `launch(config, job,
+    command)` runs; returns the exit code. Raises ValueError for a layout that does not fit."""
     from megarl.debug.layout_check import parse_layout  # imports torch
     from megarl.launch.downloads import download_weights
     from megarl.launch.random_model import materialize_model

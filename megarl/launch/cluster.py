@@ -32,6 +32,7 @@ START_S = 240.0  # for Ray's own processes, on a busy machine
 ROOM_S = 60.0  # for a node to come back, or another to take its place
 TOKEN_BYTES = 32
 FOLDER = "megarl-ray-"
+QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 class NoRoom(ValueError):
@@ -56,10 +57,7 @@ class Cluster:
         return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
 
     def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
-        """Waits until the actors run; returns their places.
-
-        Raises NodeGone if a node is lost and not replaced within ROOM_S, RayError if an actor has died.
-        """
+        """Waits until the actors run; returns their places. Raises NodeGone, or RayError if an actor has died."""
         import ray
 
         pending = places = [actor.place.remote() for actor in actors]
@@ -80,9 +78,9 @@ class Cluster:
 @contextmanager
 def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> Iterator[Cluster]:
     """Raises NoRoom if the cluster has no room for the job within `room_s`, ValueError if it refuses its token."""
-    address = get_env("RAY_ADDRESS")
+    address, store = get_env("RAY_ADDRESS"), ""
     with ExitStack() as stack:
-        store = ""
+        set_env(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED=0)
         if address:
             ray = _connect(address)
         else:
@@ -111,12 +109,8 @@ def _private_folder() -> Iterator[Path]:
         with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
             if time.time() - old.stat().st_mtime > 10:
                 shutil.rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
-    with _locked(folder):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as folder, _locked(Path(folder)):
+        yield Path(folder)
 
 
 @contextmanager
@@ -135,11 +129,10 @@ def _connect(address: str) -> Any:
             f"RAY_ADDRESS={address}, but neither RAY_AUTH_TOKEN nor RAY_AUTH_TOKEN_PATH is set: without a token, "
             "anyone who reaches the cluster's ports runs code in it; use scripts/ray_cluster.sh, or set its token"
         )
-    set_env(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED=0)
     import ray
 
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(f"RAY_ADDRESS={address} cannot be joined ({' '.join(str(error).split())[:300]})") from None
     return ray
@@ -147,10 +140,8 @@ def _connect(address: str) -> Any:
 
 def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
     set_env(
-        RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(TOKEN_BYTES),
         RAY_AUTH_TOKEN_PATH=None,
-        RAY_USAGE_STATS_ENABLED=0,
         RAY_agent_register_timeout_ms=int(START_S * 1000),
         RAY_DISABLE_IMPORT_WARNING=1,
         **LOOPBACK,
@@ -165,8 +156,7 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
             object_store_memory=STORE_BYTES,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
-            logging_level=logging.ERROR,
-            log_to_driver=False,
+            **QUIET,
         )
     return ray
 

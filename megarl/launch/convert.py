@@ -153,14 +153,12 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
     stored = _stored_tensors(shape, mtp=mtp)
     extra = {name: ShardSlice(name, (0, 0), sizes[name], name, 0, (sizes[name][1], 1))
              for name in sorted(repeated.intersection(names))}  # fmt: skip
+    slices = {**stored.slices, **{name: [box] for name, box in extra.items()}}
+    shapes = {**stored.shapes, **{name: sizes[name] for name in extra}}
     return ConversionMap.build(
         {name: size for name, size in sizes.items() if name not in repeated or name in extra},
         [*(box for box in boxes if box.name not in repeated), *extra.values()],
-        replace(
-            stored,
-            slices={**stored.slices, **{name: [box] for name, box in extra.items()}},
-            shapes={**stored.shapes, **{name: sizes[name] for name in extra}},
-        ),
+        replace(stored, slices=slices, shapes=shapes),
     )
 
 

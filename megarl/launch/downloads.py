@@ -109,10 +109,8 @@ def _recorded(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _in_turn(env: Env, name: str, revision: str | None, fetch: Callable[[str | None], Path]) -> Path:
-    """Calls `fetch` in one process of this node at a time: the first records the commit, the others find its files.
-
-    The record is removed with the job's shared memory.
-    """
+    """Calls `fetch` in one process of this node at a time: the first records the commit, in a file that goes with the
+    job's shared memory; the others find its files."""
     if env.local_world_size == 1:
         return fetch(revision)
     digest = hashlib.sha256(f"{name}@{revision}".encode()).hexdigest()[:8]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -27,14 +28,15 @@ from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
 
 Key = tuple[int, int]  # prompt id, sample index
+T = TypeVar("T")
 
 
 class EngineLost(Exception):
     """A replica has failed, or one of its processes has ended."""
 
-    def __init__(self, replica: Replica, failure: Failure, is_gone: bool) -> None:
-        super().__init__(failure.message)
-        self.replica, self.failure, self.is_gone = replica, failure, is_gone  # its actor
+    def __init__(self, replica: Replica, lost: RankLost) -> None:
+        super().__init__(lost.failure.message)
+        self.replica, self.failure, self.is_gone = replica, lost.failure, lost.is_gone
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Replica:
     actor: Any = None
     starting: Any = None  # the call that starts it; None: it has started
     node: str = ""
-    family: tuple[list[int], list[str]] = ((), ())  # type: ignore[assignment] # processes and segments of shared memory
+    family: Sequence[Any] = ()  # its processes and segments of shared memory, for end_family
     max_model_len: int = 0
     is_joined: bool = False  # to the sync group
     is_ready: bool = False  # it serves a verified version
@@ -63,7 +65,7 @@ class Replica:
         except RankLost as lost:
             kind = {USER: ValueError, REFUSED: CheckFailed}.get(lost.failure.code)
             if kind is None:
-                raise EngineLost(self, lost.failure, lost.is_gone) from None
+                raise EngineLost(self, lost) from None
             raise kind(lost.failure.message) from None
 
     def call(self, method: str, *values: Any) -> Any:
@@ -97,45 +99,31 @@ class Engines:
         self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
 
     def _start(self, number: int) -> Replica:
-        actor, text = self.place.start(EngineActor, number), self.config.model_dump_json()
-        return Replica(number, actor, actor.start.remote(text, str(self.folder), list(self.stop_token_ids)))
+        actor = self.place.start(EngineActor, number)
+        return Replica(number, actor, actor.start.remote(self.config, self.folder, self.stop_token_ids))
 
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
-            self._wait_started(replica)
-
-    def revive(self) -> None:
-        """As wait_started, but restarts replicas that are killed meanwhile."""
-        while True:
+            if replica.starting is None:
+                continue
             try:
-                return self.wait_started()
-            except EngineLost as lost:
-                if not lost.is_gone and not self.restarts:  # it cannot start
-                    raise
-                self.lose(lost)
-
-    def _wait_started(self, replica: Replica) -> None:
-        if replica.starting is None:
-            return
-        try:
-            ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
-        except RayError as error:
-            gone = ray_actors.lost(error, f"engine {replica.number}")
-            raise EngineLost(replica, gone.failure, gone.is_gone) from None
-        self.place.watch.add(f"engine {replica.number}", replica.node, pid)
-        pids, segments, replica.max_model_len = replica.value(replica.starting)
-        replica.family, replica.starting = (pids, segments), None
+                ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
+            except RayError as error:
+                raise EngineLost(replica, ray_actors.lost(error, f"engine {replica.number}")) from None
+            self.place.watch.add(f"engine {replica.number}", replica.node, pid)
+            *replica.family, replica.max_model_len = replica.value(replica.starting)
+            replica.starting = None
 
     # sampling
 
     def submit(self, requests: Sequence[Request]) -> None:
         """roles.AsyncSampler."""
         ready = [replica for replica in self.replicas if replica.is_ready]
-        if not ready and not self.restarts:
-            raise CheckFailed("no engine has verified weights; publish them first")
-        if not ready:  # all are lost
-            self.orphans += requests
+        if not ready:
+            if not self.restarts:
+                raise CheckFailed("no engine has verified weights; publish them first")
+            self.orphans += requests  # all engines are lost
         for replica, share in zip(ready, deal(requests, len(ready)) if ready else (), strict=True):
             replica.requests |= {(request.prompt.prompt_id, request.index): request for request in share}
             try:
@@ -144,8 +132,7 @@ class Engines:
                 replica.poll = replica.poll or replica.begin("poll")
             except EngineLost as lost:
                 self.lose(lost)
-        if self.orphans:
-            self._rehouse()
+        self._rehouse()
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """roles.AsyncSampler."""
@@ -154,35 +141,33 @@ class Engines:
                 raise Terminated("stopped by SIGTERM")
             if self._fault:
                 raise self._fault
-            if self.orphans:
-                self._rehouse()
-            early, self._early = self._early, []
-            if early:
-                return early
-            polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
-            done, _ = ray.wait(list(polls), num_returns=1, timeout=POLL_S if timeout_s is None else timeout_s)
-            samples = [sample for poll in done for sample in self._take(polls[poll])]
-            if self.orphans:
-                self._rehouse()
+            self._rehouse()
+            samples, self._early = self._early, []
+            samples = samples or self._receive(POLL_S if timeout_s is None else timeout_s)
             if samples or timeout_s is not None:
                 return samples
         return []
 
     def glance(self) -> None:
         """Called while the trainer works: restarts lost replicas and moves their requests to others."""
-        polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
-        if self.is_syncing or self._fault or not polls:
+        if self.is_syncing or self._fault:
             return
         self._is_glancing = True
         try:
-            for poll in ray.wait(list(polls), num_returns=len(polls), timeout=0)[0]:
-                self._early += self._take(polls[poll])
-            if self.orphans:
-                self._rehouse()
+            self._early += self._receive(0.0)
         except (ValueError, CheckFailed) as error:  # what the trainer does now is completed
             self._fault = error
         finally:
             self._is_glancing = False
+
+    def _receive(self, timeout_s: float) -> list[Sample]:
+        """Of the polls that have ended; waits for one, at most this long."""
+        polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
+        count = 1 if timeout_s else len(polls)
+        ended = ray.wait(list(polls), num_returns=count, timeout=timeout_s)[0] if polls else ()
+        samples = [sample for poll in ended for sample in self._take(polls[poll])]
+        self._rehouse()
+        return samples
 
     def _take(self, replica: Replica) -> list[Sample]:
         """Of its open poll, which has ended; none if the replica is lost."""
@@ -213,13 +198,23 @@ class Engines:
 
     def lose(self, lost: EngineLost) -> None:
         """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
-        if self.replicas[lost.replica.number] is not lost.replica:  # done already
+        number = lost.replica.number
+        if self.replicas[number] is not lost.replica:  # done already
             return
         self.count_restart(lost.failure)
-        number = lost.replica.number
         self.orphans += self.replicas[number].requests.values()
-        self._end(self.replicas[number])
+        self._end(lost.replica)
         self.replicas[number] = self._start(number)
+
+    def survive(self, call: Callable[[], T]) -> T:
+        """Repeats a call until no engine is lost in it; those that are start again, unless the first start fails."""
+        while True:
+            try:
+                return call()
+            except EngineLost as lost:
+                if lost.replica.starting is not None and not lost.is_gone and not self.restarts:
+                    raise
+                self.lose(lost)
 
     def adopt(self) -> None:
         """Gives the requests of lost replicas to others."""
@@ -228,7 +223,8 @@ class Engines:
             self.submit(orphans)
 
     def _rehouse(self) -> None:
-        if not any(replica.is_ready for replica in self.replicas):
+        """As `adopt`, after a sync if no replica is ready."""
+        if self.orphans and not any(replica.is_ready for replica in self.replicas):
             if self._is_glancing:
                 return
             self.recover()
@@ -237,29 +233,23 @@ class Engines:
     def leave_ranks(self) -> None:
         """After the trainer's ranks have ended: drops all requests, and accepts none before the next sync."""
         for number in range(len(self.replicas)):
-            while not self._is_dropped(self.replicas[number]):
-                pass
+            self.survive(partial(self._drop, number))
         self._early.clear()
         self.orphans.clear()
 
-    def _is_dropped(self, replica: Replica) -> bool:
-        """False: it was lost instead."""
+    def _drop(self, number: int) -> None:
+        replica = self.replicas[number]
         replica.is_joined = replica.is_ready = False
-        try:
-            self._wait_started(replica)
-            replica.call("drop")
-            replica.requests.clear()
-            if replica.poll is not None:
-                replica.value(replica.poll)  # samples of before
-                replica.poll = None
-        except EngineLost as lost:
-            self.lose(lost)
-            return False
-        return True
+        self.wait_started()
+        replica.call("drop")
+        replica.requests.clear()
+        if replica.poll is not None:
+            replica.value(replica.poll)  # samples of before
+            replica.poll = None
 
     def _end(self, replica: Replica) -> None:
         ray.kill(replica.actor)
-        if replica.node:
+        if replica.family:
             end_family(replica.node, *replica.family)
 
     def end(self) -> None:

@@ -57,11 +57,8 @@ class Failure:
 
 
 def classify(error: BaseException) -> int:
-    """Returns the exit code for an exception that ends a rank.
-
-    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it: its message then gives
-    the values and the remedy. Raised inside a library, the same exception is a bug.
-    """
+    """Returns the exit code for an exception that ends a rank. A ValueError or FileNotFoundError is the user's to
+    correct only if megarl itself raised it, with the values and the remedy; inside a library, it is a bug."""
     if (name := type(error).__name__) in NAMED:
         return NAMED[name]
     if isinstance(error, ValueError | FileNotFoundError):
@@ -84,23 +81,21 @@ def to_record(failure: Failure) -> str:
     return json.dumps(asdict(failure))
 
 
-def parse_record(text: str) -> Failure:
+def parse_record(text: str | bytes) -> Failure:
     return Failure(**json.loads(text))
 
 
-def first_failure(records: Iterable[str]) -> Failure | None:
-    """Returns the earliest recorded failure; if simultaneous, a refused check comes before the bugs it may cause."""
-    failures = sorted(map(parse_record, filter(None, records)), key=lambda failure: failure.time_s)
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Returns the earliest; if simultaneous, a refused check comes before the bugs it may cause."""
+    failures = sorted(failures, key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
         failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
     return next(iter(failures), None)
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed.
-
-    A disk that refuses it is only reported: the exit code itself still counts.
-    """
+    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed. A disk that
+    refuses it is only reported."""
     values: dict[str, Any] = {"code": code, **facts}
     if failure is not None:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}

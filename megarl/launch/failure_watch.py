@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.launch.exit_codes import CurrentPhase, Failure, to_record
+from megarl.launch.exit_codes import CurrentPhase, Failure, parse_record, to_record
 from megarl.launch.heartbeat import Heartbeats
 from megarl.launch.progress import Sampler
 from megarl.platform.env import Env, get_env
@@ -31,10 +31,8 @@ Call = Callable[..., object]
 
 
 class FailureWatch:
-    """A second connection to the job's store: the process group's own connection blocks during collectives.
-
-    It ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
-    """
+    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`. It has a connection
+    of its own to the job's store: that of the process group blocks during collectives."""
 
     def __init__(self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call) -> None:
         self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank
@@ -56,7 +54,7 @@ class FailureWatch:
         while True:
             try:
                 if self._store.check([KEY]):
-                    failure = Failure(**json.loads(self._store.get(KEY)))
+                    failure = parse_record(self._store.get(KEY))
                     self._on_failure(failure)
                     os._exit(failure.code)
                 if beats % (BEAT_S // POLL_S) == 0:

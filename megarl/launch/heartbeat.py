@@ -7,11 +7,9 @@
 The memory has no name, so no other user and no other host can open it, a full disk does not matter, and nothing is
 left behind. A store without a server also outlives any stopped rank.
 
-To its peers a stopped process looks like a slow one. The kernel knows the difference: the state of a process that a
-signal or a debugger has stopped is T. Without a beat, but not stopped, a rank may be in a long call that holds the
-GIL; it gets almost twice the time. A rank that beats, but does not move, is judged by launch.progress.
-
-Under torchrun the same observer reads the beats from the job's store (launch.failure_watch).
+To its peers a stopped process looks like a slow one, but the kernel knows. A rank that is silent without being stopped
+may be in a call that holds the GIL, and gets almost twice the time. One that beats, but does not move, is judged by
+launch.progress. Under torchrun the observer reads the beats from the job's store (launch.failure_watch).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ from megarl.algorithms.parity import (
     rounding_floor,
 )
 from megarl.data.collate import take_rows, token_batch
+from megarl.debug.sublayers import rounding_errors
+from megarl.launch.build import Rank, make_prompts
+from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
-
-if TYPE_CHECKING:  # its module imports Megatron-Core, which the controller of the split topology does without
-    from megarl.trainer.trainer import Trainer
 
 PROBE_PROMPTS = 8
 MOE_PROBE_PROMPTS = 32
@@ -80,18 +80,14 @@ def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> 
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
-    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors.
-
-    With a quantizer, these are of the weights that the engine has, and there is one more of those that are trained.
-    """
-    from megarl.debug.sublayers import rounding_errors
-
+    """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors; with a
+    quantizer, under the weights that the engine has, after one more under those that are trained."""
     eps = rounding_of(trainer, is_fp8=quantizer is not None)
     trained_K, noise = trainer.logprobs(batch)[batch.mask], []
     with through_fp8(trainer, quantizer):
         seen_K = trained_K if quantizer is None else trainer.logprobs(batch)[batch.mask]
         for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))):
-            with rounding_errors(trainer.model, eps, seed=draw * trainer.layout.world + trainer.layout.rank):
+            with rounding_errors(trainer, eps, draw=draw):
                 noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
     noise_DK = torch.stack(noise)
     floor, quantised = (
@@ -112,8 +108,8 @@ class ParityChecks:
 
     transport: Transport
     measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    engines: Sequence[ScoringEngine]  # this rank's; in the split topology all replicas, or none where only the gate is
-    prompts: Sequence[Sequence[int]]  # of the probe, as token ids; the same on every rank
+    engines: Sequence[ScoringEngine] = ()  # this rank's; split: all replicas, or none where only the gate is
+    prompts: Sequence[Sequence[int]] = ()  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
     max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
     always: bool = False
@@ -144,7 +140,7 @@ class ParityChecks:
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
         completed = self.engines[0].complete(self.prompts, max_tokens=self.max_tokens)
-        rows = self._of_rank_0(torch.cat(completed)).split(lengths)
+        rows = self.transport.gather(torch.cat(completed))[0].split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
         if self.replays:
@@ -154,8 +150,8 @@ class ParityChecks:
         else:
             all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
-        floor, self.floor = self.transport.gather((measured.floor, measured.of_policy))[0]
-        logprobs_K, found = self._of_rank_0(measured.logprobs_K), list[Quantiles]()
+        of_rank = (measured.floor, measured.of_policy, measured.logprobs_K)
+        (floor, self.floor, logprobs_K), found = self.transport.gather(of_rank)[0], list[Quantiles]()
         for scores in all_scores:
             scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
             found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
@@ -218,5 +214,23 @@ class ParityChecks:
         self.floor, self.floor_age = self.measure(batch).of_policy, 0
         return self.floor
 
-    def _of_rank_0(self, x: Tensor) -> Tensor:
-        return self.transport.sum(x if self.transport.rank == 0 else torch.zeros_like(x))
+
+def make_checks(
+    rank: Rank, measure: Callable[[TokenBatch], Measured], engines: Sequence[Any], **options: Any
+) -> ParityChecks:
+    """Checks whose probe continues training prompts; `options`: other fields."""
+    config = rank.config
+    added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
+    longest = engines[0].max_model_len - 1 - added  # the engine scores one token less than it has room for
+    count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
+    return ParityChecks(
+        rank.transport,
+        measure,
+        engines,
+        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
+        added,
+        max_diff=config.checks.max_logprob_diff,
+        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
+        is_moe=rank.shape.is_moe,
+        **options,
+    )

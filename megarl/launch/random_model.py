@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,9 +46,8 @@ def create_model(create: Create, root: Path) -> Path:
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
-    try:
-        values = hf_config(create)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=root, ignore_cleanup_errors=True) as name:
+        staging, values = Path(name), hf_config(create)
         _write_settings(staging, create, values)
         _write_weights(staging / "model.safetensors", values, create.seed)
         staging.chmod(0o755)
@@ -58,8 +56,6 @@ def create_model(create: Create, root: Path) -> Path:
         except OSError:  # another run got there first and wrote the same bytes
             if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 

@@ -3,7 +3,7 @@
     controller --call--> RankActor x W     (a rank; all of them at once)     --> values of rank 0, or why one failed
                --call--> EngineActor x R   (an AsyncLLM; any number of calls) --> the same
 
-A call returns {"value": ...} or {"failure": record}: what a failure means does not depend on how Ray wraps it.
+A call returns {"value": ...} or {"failure": ...}: what a failure means does not depend on how Ray wraps it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import ray
@@ -43,7 +44,7 @@ class RankLost(RuntimeError):
 
 
 class _Actor:
-    """What both kinds share. Imports torch only once the environment is set."""
+    """Imports torch only once the environment is set."""
 
     def __init__(self, number: int, log: str, environment: Mapping[str, Any]) -> None:
         set_env(**environment)
@@ -54,23 +55,23 @@ class _Actor:
         """Returns the node, this actor's GPUs there, and its process id."""
         return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()], os.getpid()
 
-    def _failed(self, error: BaseException) -> dict[str, str]:
+    def _failed(self, error: BaseException) -> dict[str, Any]:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = exit_codes.failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
-        return {"failure": exit_codes.to_record(failure)}
+        return {"failure": failure}
 
 
 @ray.remote
 class RankActor(_Actor):
-    def start(self, config: str, env: Env, store: str, name: str) -> dict[str, Any]:
+    def start(self, config: Config, env: Env, store: str, name: str) -> dict[str, Any]:
         try:
             from megarl.launch.split_rank import TrainerRank
 
-            self._number, self._made = env.rank, TrainerRank(Config.model_validate_json(config), env, store, name)
+            self._number, self._made = env.rank, TrainerRank(config, env, store, name)
+            return {"value": None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
-        return {"value": None}
 
     def call(self, method: str, *values: Any) -> dict[str, Any]:
         """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
@@ -78,24 +79,23 @@ class RankActor(_Actor):
 
         try:
             value = getattr(self._made, method)(*map(unpack_batch, values))
+            return {"value": pack_batch(value) if self._number == 0 else None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
-        return {"value": pack_batch(value) if self._number == 0 else None}
 
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: str, folder: str, stop_token_ids: list[int]) -> dict[str, Any]:
+    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         """Returns what its end needs, processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.async_engine import AsyncEngine
 
-            parsed = Config.model_validate_json(config)
-            made = self._made = await AsyncEngine.start(parsed, Path(folder), stop_token_ids, self._number)
+            made = self._made = await AsyncEngine.start(config, folder, stop_token_ids, self._number)
+            pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
+            return {"value": (pids, segments, made.max_model_len)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
-        pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
-        return {"value": (pids, segments, made.max_model_len)}
 
     async def call(self, method: str, *values: Any) -> dict[str, Any]:
         try:
@@ -112,7 +112,7 @@ def value_of(ref: Any, what: str) -> Any:
     except RayError as error:
         raise lost(error, what) from None
     if "failure" in reply:
-        raise RankLost(exit_codes.parse_record(reply["failure"]))
+        raise RankLost(reply["failure"])
     return reply["value"]
 
 
@@ -131,21 +131,16 @@ class Place:
     first_bundle: int
     gpus: int  # of each actor
     logs: Path
-    environment: Mapping[str, Any]  # set before anything heavy is imported
-
-    @classmethod
-    def of(cls, cluster: Cluster, watch: Watch, first_bundle: int, gpus: int, logs: Path) -> Place:
-        values = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
-        environment = values | (LOOPBACK if cluster.is_local else {})
-        return cls(cluster, watch, first_bundle, gpus * cluster.has_gpus, logs, environment)
 
     def start(self, kind: Any, number: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement, self.first_bundle + number)
-        options = {"num_cpus": 1, "num_gpus": self.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        cluster = self.cluster
+        strategy = PlacementGroupSchedulingStrategy(cluster.placement, self.first_bundle + number)
+        gpus = self.gpus * cluster.has_gpus
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
         name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
-        log = self.logs / f"{name}_{number}.log"
-        actor: Any = kind  # decorated by ray.remote
-        return actor.options(**options, **calls).remote(number, str(log), self.environment)
+        environment = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
+        environment |= LOOPBACK if cluster.is_local else {}  # set before anything heavy is imported
+        return kind.options(**options, **calls).remote(number, str(self.logs / f"{name}_{number}.log"), environment)
 
 
 @dataclass
@@ -156,30 +151,25 @@ class TrainerRanks:
     meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
 
     @classmethod
-    def start(cls, config: Config, place: Place, world: int, store: str, name: str) -> TrainerRanks:
-        """They meet at the keys `name` of `store`. Ranks are numbered node by node. Raises NodeGone if one is."""
-        actors = [place.start(RankActor, number) for number in range(world)]
-        try:
-            return cls(actors)._start(config, place, store, name)
-        except BaseException:
-            cls(actors).end()
-            raise
-
-    def _start(self, config: Config, place: Place, store: str, name: str) -> TrainerRanks:
-        world = len(self.actors)
-        try:
-            places = place.cluster.placed(self.actors)
-        except RayError as error:
-            raise lost(error, "a rank") from None
-        nodes = list(dict.fromkeys(node for node, *_ in places))
-        order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
-        ranks, per_node = TrainerRanks([self.actors[number] for number in order]), max(1, world // len(nodes))
-        for rank, number in enumerate(order):
-            place.watch.add(f"rank {rank}", places[number][0], places[number][2])
-        # on a GPU, each sees its own alone, as number 0
-        envs = [Env(rank, world, 0, per_node, has_launcher=True, job_id=name) for rank in range(world)]
-        text = config.model_dump_json()
-        ranks.wait([a.start.remote(text, env, store, name) for a, env in zip(ranks.actors, envs, strict=True)])
+    def start(cls, config: Config, place: Place, world: int, store: str) -> TrainerRanks:
+        """They meet in `store`. Ranks are numbered node by node. Raises NodeGone if a node is."""
+        ranks, name = cls([place.start(RankActor, number) for number in range(world)]), f"trainer-{token_hex(4)}"
+        with ExitStack() as stack:
+            stack.callback(ranks.end)
+            try:
+                places = place.cluster.placed(ranks.actors)
+            except RayError as error:
+                raise lost(error, "a rank") from None
+            nodes = list(dict.fromkeys(node for node, *_ in places))
+            order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
+            ranks.actors, starts = [ranks.actors[number] for number in order], list[Any]()
+            for rank, number in enumerate(order):
+                place.watch.add(f"rank {rank}", places[number][0], places[number][2])
+                # on a GPU, each sees its own alone, as number 0
+                env = Env(rank, world, 0, max(1, world // len(nodes)), has_launcher=True)
+                starts.append(ranks.actors[rank].start.remote(config, env, store, name))
+            ranks.wait(starts)
+            stack.pop_all()
         return ranks
 
     def call(self, method: str, *values: Any) -> Any:
@@ -211,7 +201,7 @@ class TrainerRanks:
                     deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
         if not failures:
             return unpack_batch(value)
-        first = exit_codes.first_failure(map(exit_codes.to_record, failures))
+        first = exit_codes.first_failure(failures)
         assert first is not None
         if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
             raise CheckFailed(first.message)

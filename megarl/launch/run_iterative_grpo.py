@@ -7,13 +7,10 @@ from functools import partial
 
 from megarl.checkpoint.state import Further
 from megarl.checkpoint.torch_dist import REWARD_MODEL
-from megarl.config.schema import Config
 from megarl.data.preferences import Replay
-from megarl.launch.build import Rank, export, open_rank
-from megarl.launch.exit_codes import CurrentPhase
+from megarl.launch.build import Rank, export
 from megarl.launch.reward_models import RewardModel
 from megarl.launch.run_rl import Learner, make_engine, train_policy
-from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.schedule import Rollouts, has_spread
@@ -25,11 +22,10 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import Reference
 
 
-def run_iterative_grpo(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_iterative_grpo(rank: Rank) -> None:
     """Runs `megarl train` of stage iterative_grpo on this rank."""
-    with open_rank(config, env, phase) as rank:
-        iterations = Iterations(rank)
-        export(rank, train_policy(rank, make_engine, loop=iterations.loop, beside=iterations.beside))
+    iterations = Iterations(rank)
+    export(rank, train_policy(rank, make_engine, loop=iterations.loop, beside=iterations.beside))
 
 
 class Iterations:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from math import inf
 from typing import Any
 
 from megarl.config.load import changed, run_dir
-from megarl.config.schema import Config
 from megarl.data.collate import supervised_batch
 from megarl.data.preferences import preference_batch, step_batch
 from megarl.data.prompts import PromptStream
@@ -23,13 +23,11 @@ from megarl.launch.build import (
     make_evaluation,
     make_prompts,
     make_trainer,
-    open_rank,
     rank_telemetry,
     saved,
 )
-from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.phases import TimedPhases
-from megarl.platform.env import Env
+from megarl.platform.device import peak_gb
 from megarl.stages.dpo import DpoLearner
 from megarl.stages.offline import OfflineRun, train_offline
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
@@ -44,52 +42,50 @@ CHECKED_ROWS = 8  # in the batch of `megarl check`
 RANDOM_TOKENS = 8  # that a row without an answer to train on gets after its prompt
 
 
-def run_sft(config: Config, env: Env, phase: CurrentPhase) -> None:
-    with open_rank(config, env, phase) as rank:
-        trainer, prompts, examples = make_trainer(rank), make_prompts(rank), partial(supervised_batch, rank.tokenizer)
-        with _offline_run(rank, trainer, prompts) as run:
-            until, patience = config.sft.until_accuracy, config.sft.patience or inf
-            sft = Sft(run, trainer, _held_out(rank, examples), config.eval.every, until, patience)
-            train_offline(run, examples, sft.learn, is_done=sft.is_done)
+def run_sft(rank: Rank) -> None:
+    config, trainer, prompts = rank.config, make_trainer(rank), make_prompts(rank)
+    examples = partial(supervised_batch, rank.tokenizer)
+    with _offline_run(rank, trainer, prompts) as run:
+        until, patience = config.sft.until_accuracy, config.sft.patience or inf
+        sft = Sft(run, trainer, _held_out(rank, examples), config.eval.every, until, patience)
+        train_offline(run, examples, sft.learn, is_done=sft.is_done)
 
 
-def run_dpo(config: Config, env: Env, phase: CurrentPhase) -> None:
-    with open_rank(config, env, phase) as rank:
-        trainer, prompts = make_trainer(rank), make_prompts(rank)
-        reference = reference_of(trainer)  # before a checkpoint is restored
-        with _offline_run(rank, trainer, prompts) as run:
-            learner = DpoLearner(trainer, reference, config.dpo, prompts.kept, run.telemetry.span)
-            _train(rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy)
+def run_dpo(rank: Rank) -> None:
+    trainer, prompts = make_trainer(rank), make_prompts(rank)
+    reference = reference_of(trainer)  # before a checkpoint is restored
+    with _offline_run(rank, trainer, prompts) as run:
+        learner = DpoLearner(trainer, reference, rank.config.dpo, prompts.kept, run.telemetry.span)
+        _train(rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy)
 
 
-def run_reward_model(config: Config, env: Env, phase: CurrentPhase) -> None:
-    options = config.reward_model
+def run_reward_model(rank: Rank) -> None:
+    options = rank.config.reward_model
     head = RewardHead(kind="process" if options.process else options.head, aggregate=options.aggregate)
-    with open_rank(config, env, phase) as rank:
-        trainer, prompts = make_trainer(rank, head=head), make_prompts(rank)
-        if options.process:
-            model, examples = Steps(trainer), partial(step_batch, rank.tokenizer, separator=options.separator)
-        else:
-            model = Rankings(trainer, head, centre=options.centre, by_prompt=options.average == "prompts")
-            examples = partial(preference_batch, rank.tokenizer)
-        with _offline_run(rank, trainer, prompts) as run:
-            _train(rank, run, examples, model.update, partial(held_out_accuracy, model))
+    trainer, prompts = make_trainer(rank, head=head), make_prompts(rank)
+    if options.process:
+        model, examples = Steps(trainer), partial(step_batch, rank.tokenizer, separator=options.separator)
+    else:
+        model = Rankings(trainer, head, centre=options.centre, by_prompt=options.average == "prompts")
+        examples = partial(preference_batch, rank.tokenizer)
+    with _offline_run(rank, trainer, prompts) as run:
+        _train(rank, run, examples, model.update, partial(held_out_accuracy, model))
 
 
-def run_check(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_check(rank: Rank) -> None:
     """Compares the layouts of layouts.json, one after another; rank 0 writes check.json."""
-    with open_rank(changed(config, "train", updates_per_step=1, epochs_per_batch=1), env, phase) as rank:
-        prompts = make_prompts(rank).take(CHECKED_ROWS)
-        if config.stage == "sft":
-            batch = supervised_batch(rank.tokenizer, prompts)
-        else:
-            batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
-        layouts, build = json.loads((run_dir(config) / "layouts.json").read_text()), partial(make_trainer, rank)
-        results = check_layouts(layouts, batch, build, world=env.world_size, rank=env.rank)
-        if env.is_main:
-            (run_dir(config) / "check.json").write_text(
-                json.dumps(compare(results, "fp8" if config.precision.fp8 else config.train.dtype))
-            )
+    config = changed(rank.config, "train", updates_per_step=1, epochs_per_batch=1)
+    rank, env = replace(rank, config=config), rank.env
+    prompts = make_prompts(rank).take(CHECKED_ROWS)
+    if config.stage == "sft":
+        batch = supervised_batch(rank.tokenizer, prompts)
+    else:
+        batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
+    layouts, build = json.loads((run_dir(config) / "layouts.json").read_text()), partial(make_trainer, rank)
+    results = check_layouts(layouts, batch, build, world=env.world_size, rank=env.rank)
+    if env.is_main:
+        rows = compare(results, "fp8" if config.precision.fp8 else config.train.dtype)
+        (run_dir(config) / "check.json").write_text(json.dumps(rows))
 
 
 @contextmanager
@@ -100,6 +96,7 @@ def _offline_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterato
     start, state = checkpoint.restore(rank.config.checkpoint.resume)
     check_weights(rank, trainer)
     with rank_telemetry(rank, start) as telemetry, saved([trainer], checkpoint):
+        telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         yield OfflineRun(
             prompts=prompts,
             phases=TimedPhases(telemetry.span, telemetry.add, rank.device, [trainer], current=rank.phase),

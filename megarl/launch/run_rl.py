@@ -18,9 +18,8 @@ from megarl.algorithms.objective import Objective
 from megarl.algorithms.parity import Quantiles
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.checkpoint.state import Further
-from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.load import changed, run_dir
-from megarl.config.schema import Config, Rollout, Task
+from megarl.config.schema import Rollout, Task
 from megarl.data.collate import collate
 from megarl.data.tasks import eval_task
 from megarl.data.tokenizer import stop_token_ids
@@ -37,17 +36,13 @@ from megarl.launch.build import (
     make_prompts,
     make_quantizer,
     make_trainer,
-    open_rank,
     rank_telemetry,
     saved,
 )
-from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import (
     CAUSE_ROWS,
-    MOE_PROBE_PROMPTS,
-    PROBE_PROMPTS,
-    PROBE_TOKENS,
     ParityChecks,
+    make_checks,
     measure_logprobs,
     rounding_of,
     sampled_rows,
@@ -59,9 +54,9 @@ from megarl.layout import Axis
 from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.planner.weight_sync import fleet_of, rollout_format
-from megarl.platform.device import DTYPES, device_bytes
-from megarl.platform.env import Env
+from megarl.platform.device import DTYPES, device_bytes, peak_gb
 from megarl.rewards.scorer import make_scorer
+from megarl.roles import Telemetry
 from megarl.rollout.engine import Engine
 from megarl.rollout.exchange import Exchange
 from megarl.rollout.publisher import make_publisher
@@ -73,7 +68,7 @@ from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
+from megarl.types import CheckFailed, ObjectiveState, Prompt, PublishReport, Terminated, TrainBatch
 from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
@@ -84,75 +79,71 @@ Learner = PolicyLearner | ActorCritic
 Span = Callable[[str], AbstractContextManager[None]]
 
 
-def run_rl(config: Config, env: Env, phase: CurrentPhase) -> None:
-    with open_rank(config, env, phase) as rank:
-        export(rank, train_policy(rank, make_engine))
+def run_rl(rank: Rank) -> None:
+    export(rank, train_policy(rank, make_engine))
 
 
-def run_best_of_n(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_best_of_n(rank: Rank) -> None:
     """Trains by SFT on the best sample of each prompt (RAFT)."""
-    with open_rank(config, env, phase) as rank:
-        algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
-        objective = Objective(algorithm, config.rollout.max_tokens)
-        export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
+    config = rank.config
+    algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
+    objective = Objective(algorithm, config.rollout.max_tokens)
+    export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
 
 
-def run_iterative_dpo(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_iterative_dpo(rank: Rank) -> None:
     """Trains by DPO on the best and the worst sample of each prompt."""
-    with open_rank(config, env, phase) as rank:
-        objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
-        export(rank, train_policy(rank, make_engine, objective, best_and_worst))
+    config = rank.config
+    objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
+    export(rank, train_policy(rank, make_engine, objective, best_and_worst))
 
 
-def run_eval(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_eval(rank: Rank) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
-    with open_rank(config, env, phase) as rank:
-        trainer, engine, *_ = _synced(rank)
-        exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-        evaluation_of(rank, exchange, 0).run(0)
+    trainer, engine, *_ = _synced(rank)
+    exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
+    evaluation_of(rank, exchange, 0).run(0)
 
 
-def run_sync(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_sync(rank: Rank) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
-    with open_rank(config, env, phase) as rank:
-        *_, parity, report = _synced(rank)
-        worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
-        if env.is_main:
-            kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
-            print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
-            print(f"{kept:.1f} MB kept by {env.world_size} ranks, {received:.1f} MB of them received from others")
-            print(worst, flush=True)
+    *_, parity, report = _synced(rank)
+    worst = max(parity.probe()[1], key=lambda excess: excess.statistic)
+    if rank.env.is_main:
+        kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
+        print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
+        print(f"{kept:.1f} MB kept by {rank.env.world_size} ranks, {received:.1f} MB of them received from others")
+        print(worst, flush=True)
 
 
-def run_parity(config: Config, env: Env, phase: CurrentPhase) -> None:
+def run_parity(rank: Rank) -> None:
     """Runs `megarl check --parity` on this rank. Raises CheckFailed if rounding does not explain the differences."""
-    unchecked = changed(config, "checks", max_logprob_diff=math.inf)  # the verdict is given here
-    with open_rank(unchecked, env, phase) as rank:
-        trainer, engine, parity, _ = _synced(rank)
-        batch = parity_batch(rank, engine)
-        quantizer = make_quantizer(rank, trainer)
-        measured = measure_logprobs(trainer, batch, quantizer)
-        found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
-        excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
-        if env.is_main:
-            print(f"{found.count} sampled tokens, {config.train.dtype}; |trainer - engine| in nats")
-            print(f"measured   {found}")
-            print(f"floor      {measured.floor}")
-            print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
-        if batch.routes:
-            own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
-            trainer.logprobs(batch)
-            share = trainer.router_replay.metrics()["routing/differs"]
-            if env.is_main:
-                print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
-                print(f"           without replay {own}", flush=True)
-        if not excess.is_explained:
-            assert parity.find
-            few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-            cause = parity.find(few, measure_logprobs(trainer, few, quantizer).floor, logprobs_T)
-            raise CheckFailed(
-                f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
-            )
+    # the verdict is given here
+    rank = replace(rank, config=changed(rank.config, "checks", max_logprob_diff=math.inf))
+    trainer, engine, parity, _ = _synced(rank)
+    batch = parity_batch(rank, engine)
+    measured = parity.measure(batch)
+    found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
+    excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
+    if rank.env.is_main:
+        print(f"{found.count} sampled tokens, {rank.config.train.dtype}; |trainer - engine| in nats")
+        print(f"measured   {found}")
+        print(f"floor      {measured.floor}")
+        print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+    if batch.routes:
+        own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
+        trainer.logprobs(batch)
+        share = trainer.router_replay.metrics()["routing/differs"]
+        if rank.env.is_main:
+            print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
+            print(f"           without replay {own}", flush=True)
+    if not excess.is_explained:
+        assert parity.find
+        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
+        cause = parity.find(few, parity.measure(few).floor, logprobs_T)
+        raise CheckFailed(
+            f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
+        )
 
 
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
@@ -182,9 +173,8 @@ def train_policy(
     loop: Callable[[RlRun], None] = train,
     beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
 ) -> Trainer:
-    """Runs the loop from the start or from a checkpoint; returns the trained policy.
-
-    `beside` is called before a checkpoint is restored: what else they save.
+    """Runs the loop from the start or from a checkpoint; returns the trained policy. `beside` is called before a
+    checkpoint is restored: what else they save.
 
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
@@ -195,9 +185,7 @@ def train_policy(
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
-    if isinstance(learner, ActorCritic):
-        further = replace(further, models={CRITIC: learner.critic, **further.models})
-    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), further)
+    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), learner, further)
     start, state = checkpoint.restore(config.checkpoint.resume)
     for trained in learner.trainers:
         check_weights(rank, trained)
@@ -205,34 +193,57 @@ def train_policy(
     engine = start_engine(rank)
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
-        ledger.open(run_dir(config) / LEDGER if rank.env.is_main else None, step=start)
+        telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device, learner.trainers, engine, rank.phase)
         exchange = _exchange(rank, engine, phases.part, reward_model)
-        is_masked, parity = config.algorithm.truncated == "mask", parity_checks(rank, trainer, engine)
+        parity = parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
         weights.span = phases.part
         timed = learner.timed(phases.part)
-        run = RlRun(
-            prompts=ledger,
+        run = make_run(
+            rank,
+            exchange,
+            ledger,
+            telemetry,
+            (start, state),
             rollouts=make_rollouts(rank, exchange, ledger),
-            collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
             learner=timed if select is None else SelectingLearner(timed, select),
             objective=objective,
             weights=weights,
-            evaluation=evaluation_of(rank, exchange, start, evaluated=telemetry.evaluated),
             checks=parity,
             phases=phases,
             checkpoint=checkpoint,
-            telemetry=telemetry,
-            state=state,
-            steps=config.train.steps,
-            prompts_per_step=config.train.prompts_per_step,
-            start=start,
         )
         with saved(learner.trainers, checkpoint, engine.sleep):
             loop(run)
     trainer.memory.onload_all()
     return trainer
+
+
+def make_run(
+    rank: Rank,
+    generate: Generate,
+    ledger: Ledger,
+    telemetry: Telemetry,
+    begun: tuple[int, ObjectiveState],
+    **roles: Any,
+) -> RlRun:
+    """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
+    config, (start, state) = rank.config, begun
+    file, staleness = run_dir(config) / LEDGER if rank.env.is_main else None, config.rollout.max_staleness
+    ledger.open(file, step=start, max_staleness=staleness)
+    is_masked = config.algorithm.truncated == "mask"
+    return RlRun(
+        prompts=ledger,
+        collate=partial(collate, temperature=config.rollout.temperature, mask_truncated=is_masked),
+        evaluation=evaluation_of(rank, generate, start, evaluated=telemetry.evaluated),
+        telemetry=telemetry,
+        state=state,
+        steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        start=start,
+        **roles,
+    )
 
 
 def _engine_share(rank: Rank) -> Rollout:
@@ -334,10 +345,6 @@ def evaluation_of(rank: Rank, generate: Generate, start: int, **outputs: Any) ->
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
-    config = rank.config
-    added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
-    longest = engine.max_model_len - 1 - added  # the engine scores one token less than it has room for
-    count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
     quantizer = make_quantizer(rank, trainer)
     search = CauseSearch(trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None))
 
@@ -345,17 +352,12 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         with through_fp8(trainer, quantizer):
             return search.find(*args)
 
-    return ParityChecks(
-        rank.transport,
+    return make_checks(
+        rank,
         partial(measure_logprobs, trainer, quantizer=quantizer),
         [engine],
-        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
-        added,
-        max_diff=config.checks.max_logprob_diff,
-        always=config.checks.probe == "always",
         version=lambda: engine.receiver.version,
-        is_moe=rank.shape.is_moe,
-        replays=config.rollout.router_replay == "engine",
+        replays=rank.config.rollout.router_replay == "engine",
         find=find,
     )
 
@@ -365,15 +367,15 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
     fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
-    arguments = (config, shape, fleet, rank.transport)
-    options: dict[str, Any] = {"is_cuda": rank.device.type == "cuda"}
+    make = partial(
+        make_publisher, config, shape, fleet, rank.transport, is_cuda=rank.device.type == "cuda", weights=weights
+    )
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
-        first = make_publisher(*arguments, base, receiver.base, weights=weights, **options)
-        return adapter_publisher(rank, trainer, first, receiver, fleet.ranks_per_node, probe)
+        return adapter_publisher(rank, trainer, make(base, receiver.base), receiver, fleet.ranks_per_node, probe)
     sender, fmt = WeightSender(trainer.local_slices(), trainer.merged_parameters), rollout_format(config, shape)
     if fmt and (quantizer := make_quantizer(rank, trainer)):
         weights = weights.in_fp8(scale_shapes(shape, fmt))
         sender = quantizer.sender(trainer.parameters_by_name)
-    return make_publisher(*arguments, sender, receiver, weights=weights, probe=probe, **options)
+    return make(sender, receiver, weights=weights, probe=probe)

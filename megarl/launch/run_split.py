@@ -15,7 +15,7 @@ from megarl.launch import exit_codes
 from megarl.launch.cluster import ROOM_S, NoRoom, open_cluster
 from megarl.launch.exit_codes import CurrentPhase, Failure
 from megarl.launch.run_config import prepare_run_dir
-from megarl.launch.spawn import lock_run_dir, message_of
+from megarl.launch.spawn import lock_run_dir, report_end
 from megarl.planner.weight_sync import fleet_of
 from megarl.platform.env import count_gpus
 
@@ -37,11 +37,7 @@ def run_split(config: Config) -> int:
             failure = getattr(error, "failure", None) or exit_codes.failure_of(
                 error, -1, phase=phase.name, run_dir=folder
             )
-        code, world = failure.code if failure else exit_codes.DONE, fleet_of(config).world
-        if failure:
-            print(message_of(failure, folder, []), file=sys.stderr, flush=True)
-        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
-        return code
+        return report_end(folder, failure, started, fleet_of(config).world)
 
 
 def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +55,7 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
         finally:
             ranks.end()
             unlink_shm(shm, lock=True)
-        code = failure.code if failure else exit_codes.DONE
-        if failure:
-            print(message_of(failure, folder, ranks.left_running), file=sys.stderr, flush=True)
-        exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=job.world)
-        return code
+        return report_end(folder, failure, started, job.world, ranks.left_running)
 
 
 @contextmanager
@@ -139,10 +135,7 @@ class _Ranks:
         os.close(store_fd)
 
     def wait(self, signals: set[int]) -> Failure | None:
-        """Wait until all ranks are done, one fails or stops responding, or the user stops the job.
-
-        Returns None if all are done.
-        """
+        """Wait until one fails or stops responding, the user stops the job, or all are done: then returns None."""
         heartbeats = Heartbeats(self.slots.read, self.timeout_s)
         while not signals or (signals == {signal.SIGTERM} and self._save(heartbeats.states)):
             codes = [process.poll() for process in self.processes]
@@ -182,7 +175,8 @@ class _Ranks:
             name = signal.strsignal(-status) if -status not in set(signal.Signals) else signal.Signals(-status).name
             hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
-        if failure := exit_codes.first_failure(map(self.slots.failure, range(len(self.processes)))):
+        records = filter(None, map(self.slots.failure, range(len(self.processes))))
+        if failure := exit_codes.first_failure(map(exit_codes.parse_record, records)):
             late = heartbeats.suspect
             return late if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank else failure
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
@@ -197,8 +191,19 @@ class _Ranks:
             process.wait()
 
 
-def message_of(failure: Failure, folder: Path, left_running: list[str]) -> str:
-    """The message on the terminal when a job fails."""
+def report_end(
+    folder: Path, failure: Failure | None, started: float, world: int, left_running: Sequence[str] = ()
+) -> int:
+    """Prints the failure, if any, and writes exit.json; returns the exit code."""
+    code = exit_codes.DONE
+    if failure:
+        code = failure.code
+        print(_message_of(failure, folder, left_running), file=sys.stderr, flush=True)
+    exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
+    return code
+
+
+def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> str:
     if failure.code in (exit_codes.STOPPED, exit_codes.TERMINATED):
         return f"megarl: {failure.message}; results so far are in {folder}"
     if failure.code == exit_codes.USER:

@@ -15,27 +15,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from megarl.checkpoint.state import Further
-from megarl.checkpoint.torch_dist import CRITIC
 from megarl.config.schema import Config
-from megarl.launch.build import (
-    check_weights,
-    export,
-    make_checkpoints,
-    make_learner,
-    make_objective,
-    make_trainer,
-    open_rank,
-)
+from megarl.launch import build
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.parity import Measured, ParityChecks, measure_logprobs
 from megarl.platform.env import Env
 from megarl.rollout.async_engine import SyncGroup
 from megarl.rollout.publisher import make_publisher
-from megarl.trainer.actor_critic import ActorCritic
 from megarl.types import ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenBatch, TokenScores, TrainBatch
 from megarl.weights.publish import Publisher, WeightSender
-from megarl.weights.transports.collective import open_store
+from megarl.weights.transports.collective import Collective, open_store
 
 
 @dataclass
@@ -52,36 +41,35 @@ class StoredState:
 
 
 class TrainerRank:
+    publisher: Publisher  # once the group is joined
+
     def __init__(self, config: Config, env: Env, store: str, name: str) -> None:
         """A collective of the trainer's ranks, which meet at the keys `name` of `store`."""
         self.phase, self._stack = CurrentPhase(), ExitStack()
         meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
-        rank = self.rank = self._stack.enter_context(open_rank(config, env, self.phase, meeting))
-        self.trainer = make_trainer(rank)
-        objective = make_objective(config)
-        self.learner = make_learner(rank, self.trainer, objective)
-        critics = {CRITIC: self.learner.critic} if isinstance(self.learner, ActorCritic) else {}
-        self.prompts = StoredState()
-        self.checkpoint = make_checkpoints(
-            rank, self.trainer, self.prompts, objective.initial_state(), Further(models=critics)
-        )
+        rank = self.rank = self._stack.enter_context(build.open_rank(config, env, self.phase, meeting))
+        self.trainer = build.make_trainer(rank)
+        objective, self.prompts = build.make_objective(config), StoredState()
+        self.learner = build.make_learner(rank, self.trainer, objective)
+        state = objective.initial_state()
+        self.checkpoint = build.make_checkpoints(rank, self.trainer, self.prompts, state, self.learner)
+        self.save, self.finish = self.checkpoint.save, self.checkpoint.finish
+        self.export = partial(build.export, rank, self.trainer)
         self.checks = ParityChecks(
             rank.transport,
             partial(measure_logprobs, self.trainer),
-            (),
-            (),
             max_diff=config.checks.max_logprob_diff,
             is_moe=rank.shape.is_moe,
             version=lambda: self.version,
         )
-        self.publisher: Publisher | None = None
+        self.group: Collective | None = None  # of the weight sync
         self.began, self.version = 0.0, -1  # of the last sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
         """Returns the steps done, and the states of the objective and of the prompts."""
         start, state = self.checkpoint.restore(self.rank.config.checkpoint.resume)
         for trained in self.learner.trainers:
-            check_weights(self.rank, trained)
+            build.check_weights(self.rank, trained)
         return start, state, self.prompts.state()
 
     def score(self, batch: TrainBatch) -> TokenScores:
@@ -97,28 +85,25 @@ class TrainerRank:
         self.checks.floor = self.rank.transport.gather(measured.of_policy)[0]
         return measured
 
-    def join(self, group: SyncGroup) -> None:
-        """A collective of all trainer ranks and engine workers."""
+    def join(self, group: Mapping[str, Any]) -> None:
+        """A collective of all trainer ranks and engine workers; `group`: the values of a SyncGroup."""
         self.phase.name = "sync"
-        if self.publisher is not None:
-            self.publisher.transport.leave()  # type: ignore[attr-defined]
+        self._leave()
         is_cuda = self.rank.device.type == "cuda"
-        config, fleet, transport = group.join(self.rank.env.rank, is_cuda=is_cuda)
+        config, fleet, self.group = SyncGroup(**group).join(self.rank.env.rank, is_cuda=is_cuda)
         sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
-        self.publisher = make_publisher(config, self.rank.shape, fleet, transport, sender, None, is_cuda=is_cuda)
+        self.publisher = make_publisher(config, self.rank.shape, fleet, self.group, sender, None, is_cuda=is_cuda)
 
     def transfer(self, version: int) -> bool:
         """As Publisher.transfer."""
-        assert self.publisher is not None
         self.phase.name, self.began = "sync", time.perf_counter()
         try:
             return self.publisher.transfer(version)
         except BaseException:
-            self.publisher.transport.leave()  # type: ignore[attr-defined] # so that nobody waits for this rank
+            self._leave()  # so that nobody waits for this rank
             raise
 
     def end(self, version: int, committed: bool) -> PublishReport | None:
-        assert self.publisher is not None
         if committed:
             self.version = version
             return self.publisher.commit(version, self.began)
@@ -130,16 +115,10 @@ class TrainerRank:
         self.prompts.restore(prompts)
         self.checkpoint.maybe_save(step, state, last=last)
 
-    def save(self) -> None:
-        self.checkpoint.save()
-
-    def finish(self) -> None:
-        self.checkpoint.finish()
-
-    def export(self) -> None:
-        export(self.rank, self.trainer)
-
     def close(self) -> None:
-        if self.publisher is not None:
-            self.publisher.transport.leave()  # type: ignore[attr-defined]
+        self._leave()
         self._stack.close()
+
+    def _leave(self) -> None:
+        if self.group is not None:
+            self.group.leave()

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -74,7 +73,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 
             say = partial(print, "megarl:", file=terminal)
             watch = FailureWatch(env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say)
-        _command(config, command)(config, env, phase)
+        _run(config, env, phase, command)
     except KeyboardInterrupt:
         _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
         return exit_codes.STOPPED
@@ -96,12 +95,16 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     return exit_codes.DONE
 
 
-def _command(config: Config, command: str) -> Callable[[Config, Env, CurrentPhase], None]:
+def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
     """Imports only what the command needs: SFT and `check` run without vLLM."""
     name = config.stage if command == "train" else command
     has_engine = name in (*ENGINE_STAGES, *ENGINE_COMMANDS)
     module = "run_iterative_grpo" if name == "iterative_grpo" else "run_rl" if has_engine else "run_offline"
-    return getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
+    run = getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
+    from megarl.launch.build import open_rank
+
+    with open_rank(config, env, phase) as rank:
+        run(rank)
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:

@@ -18,10 +18,7 @@ from megarl.types import Prompt, Request, Sample
 
 
 def correctness(sample: Sample) -> float:
-    """1.0 if the accuracy reward is full; partial credit and unscored samples count as wrong.
-
-    Without an accuracy reward, the sample's reward.
-    """
+    """1.0 if the accuracy reward is full, else 0.0; without an accuracy reward, the reward. Unscored samples: 0.0."""
     if sample.reward is None:
         return 0.0
     return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
@@ -53,8 +50,8 @@ class Evaluation:
     every: int  # 0: never
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
-    evaluated: Callable[[int, Mapping[str, Any]], None] | None = None  # Telemetry.evaluated
-    say: Callable[[str], None] | None = None  # prints a table, on rank 0
+    evaluated: Callable[[int, Mapping[str, Any]], None] = lambda step, result: None  # Telemetry.evaluated
+    say: Callable[[str], None] = lambda table: None  # prints it, on rank 0
     measured: set[int] = field(default_factory=set)  # steps; iterations of a run end and begin at the same one
 
     def forget(self, start: int) -> None:
@@ -76,10 +73,8 @@ class Evaluation:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json_line(result))
-        if self.evaluated is not None:
-            self.evaluated(step, result)
-        if self.say is not None:
-            self.say(describe(result))
+        self.evaluated(step, result)
+        self.say(describe(result))
         return result
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights
-from megarl.algorithms.pass_at_k import mean_interval
 from megarl.algorithms.preference import pair_weights
 from megarl.algorithms.reward_model import ranked_right, ranking_losses, step_losses
 from megarl.data.packing import plan_microbatches
+from megarl.stages.evaluation import with_interval
 from megarl.trainer.heads import RewardHead
 from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepBatch, StepReport
@@ -68,6 +68,5 @@ def held_out_accuracy(model: Rankings | Steps, batch: Any) -> Mapping[str, float
     """Returns the number of prompts, and the share of pairs or steps that are right; its interval is over prompts."""
     is_right, prompt = model.right(batch)
     shares = [float(is_right[prompt == number].double().mean()) for number in prompt.unique()]
-    low, high = mean_interval(shares, max(1, len(is_right) // len(shares)))
-    accuracy = float(is_right.double().mean())
-    return {"size": len(shares), "accuracy": accuracy, "accuracy/low": low, "accuracy/high": high}
+    metrics = with_interval("accuracy", shares, max(1, len(is_right) // len(shares)))
+    return {"size": len(shares), **metrics, "accuracy": float(is_right.double().mean())}

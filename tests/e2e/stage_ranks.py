@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -87,9 +86,9 @@ def main(folder: Path, *, layouts: bool) -> None:
         config = materialize_model(load_config(ROOT / "configs" / f"{file}.yaml", values))
         rank = Rank.of(config, env, device, phase)
         for module in MODULES:
-            vars(module).update(open_rank=lambda *_, rank=rank: nullcontext(rank), make_engine=start)
+            vars(module).update(make_engine=start)
         run = next(vars(module)[f"run_{config.stage}"] for module in MODULES if f"run_{config.stage}" in vars(module))
-        run(config, env, phase)
+        run(rank)
     dist.destroy_process_group()
 
 

@@ -104,14 +104,15 @@ def test_a_config_with_a_secret_is_refused_without_showing_it(tmp_path, monkeypa
 
 
 RUN_RL = """
-import os, sys, types
+import contextlib, os, sys, types
 
-def run(config, env, phase):
+def run(rank):
     raise RuntimeError("401 for " + " ".join(os.environ[name] for name in {names}) + " at https://me:canary@mirror/")
 
-module = types.ModuleType("megarl.launch.run_rl")
-module.run_rl = run
-sys.modules["megarl.launch.run_rl"] = module
+for name, function in (("run_rl", run), ("build", lambda *_: contextlib.nullcontext())):
+    module = types.ModuleType("megarl.launch." + name)
+    module.run_rl = module.open_rank = function
+    sys.modules[module.__name__] = module
 """
 LAUNCH = """
 import sys

@@ -121,7 +121,7 @@ class Job:
         self.engines.start()
         self.rank = Actor(self.events, "rank")
         checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"), always=False)
-        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", "sync", 4)
+        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", 4)
         self.engines.recover = self.weights.republish
 
     def place_of(self, actor: Actor) -> tuple[str, list[int], int]:
@@ -246,15 +246,15 @@ def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypat
 def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
     job.made[1].lost = "place"
-    job.engines.revive()
+    job.engines.survive(job.engines.wait_started)
     assert len(job.made) == 3 and job.engines.restarts == 1
     job.made[2].start = job.made[0].start = Ref(lambda: None)  # never asked again
-    job.engines.revive()
+    job.engines.survive(job.engines.wait_started)
     other = Job(monkeypatch)
     other.made[0].start = SimpleNamespace(remote=lambda *_: None)
-    other.engines.replicas[0].starting = Ref(lambda: {"failure": exit_codes.to_record(Failure(0, 1, "no memory"))})
+    other.engines.replicas[0].starting = Ref(lambda: {"failure": Failure(0, 1, "no memory")})
     with pytest.raises(EngineLost, match="no memory"):
-        other.engines.revive()
+        other.engines.survive(other.engines.wait_started)
 
 
 def test_when_a_node_has_taken_many_along_the_node_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_failure_of_the_ranks_may_be_an_engines(monkeypatch: pytest.MonkeyPatc
     def fail_once(method: str, *values: Any) -> Ref:
         if method == "transfer" and not failed:
             failed.append(1)
-            record = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+            record = Failure(0, exit_codes.DEFECT, "Connection closed by peer")
             return Ref(lambda: {"failure": record})
         return begin(method, *values)
 
@@ -300,7 +300,7 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
     peer, gone = Actor(job.events, "rank 0"), Actor(job.events, "rank 1")
-    failure = exit_codes.to_record(Failure(0, exit_codes.DEFECT, "Connection closed by peer"))
+    failure = Failure(0, exit_codes.DEFECT, "Connection closed by peer")
     peer.value = lambda value: {"failure": failure}  # type: ignore[method-assign]
     gone.is_gone = True
     with pytest.raises(RankLost, match="rank 1 was killed") as lost:
@@ -309,7 +309,7 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: 
     stuck: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False)))
     with pytest.raises(RankLost, match="rank 1 was killed"):  # and nobody waits for what a peer reports
         TrainerRanks([stuck, gone]).call("update")
-    refusal = exit_codes.to_record(Failure(0, exit_codes.REFUSED, "log-probs differ"))
+    refusal = Failure(0, exit_codes.REFUSED, "log-probs differ")
     peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
     with pytest.raises(CheckFailed, match="log-probs differ"):
         TrainerRanks([peer, peer]).call("update")

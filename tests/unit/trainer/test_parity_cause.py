@@ -84,7 +84,7 @@ def position(name: str) -> tuple[int, int]:
 
 
 def healthy(trainer: Trainer) -> AbstractContextManager[None]:
-    return rounding_errors(trainer.model, FORMAT_EPS[trainer.train.dtype], seed=99)
+    return rounding_errors(trainer, FORMAT_EPS[trainer.train.dtype], draw=99)
 
 
 def changed(*patterns: str, by: float = 0.1) -> Plant:

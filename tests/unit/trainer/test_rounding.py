@@ -30,7 +30,7 @@ def measured(trainer: Trainer, engine_T: torch.Tensor, **changes: Any) -> float:
 def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: str, tmp_path: Path) -> None:
     trainer = build(tmp_path, {"family": family, "hidden": 64, "experts": 4 * (family == "qwen3_moe")}, dtype=dtype)
     batch = make_batch(num_rows=16)
-    with rounding_errors(trainer.model, FORMAT_EPS[dtype], seed=99):
+    with rounding_errors(trainer, FORMAT_EPS[dtype], draw=99):
         healthy_T = trainer.forward(batch).logprobs_T
     exact_T = trainer.forward(batch).logprobs_T
     assert healthy_T is not None and exact_T is not None and not healthy_T.equal(exact_T)

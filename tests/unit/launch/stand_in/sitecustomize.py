@@ -1,4 +1,4 @@
-"""Takes the place of megarl.launch.run_rl in launcher tests: a rank does what `run.name` says, without torch."""
+"""Replaces megarl.launch.run_rl and build in launcher tests: a rank does what `run.name` says, without torch."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 SIGNALS = {"killed": signal.SIGKILL, "segfault": signal.SIGSEGV, "unknown": 40}
@@ -47,9 +48,10 @@ def roll_call(config, env, phase, folder: Path) -> None:
     transport.barrier("the second roll call")
 
 
-def run(config, env, phase) -> None:
+def run(rank) -> None:
+    config, env, phase, rank = rank.config, rank.env, rank.phase, rank.env.rank
     folder = Path(config.run.dir) / config.run.name
-    name, rank = config.run.name.split("-")[0], env.rank
+    name = config.run.name.split("-")[0]
     print(f"hello from rank {rank} of {env.world_size}")
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
@@ -98,6 +100,12 @@ def run(config, env, phase) -> None:
         time.sleep(300)
 
 
-module = types.ModuleType("megarl.launch.run_rl")
-module.run_rl = module.run_eval = run
-sys.modules["megarl.launch.run_rl"] = module
+@contextmanager
+def open_rank(config, env, phase):
+    yield types.SimpleNamespace(config=config, env=env, phase=phase)
+
+
+for name, functions in {"run_rl": {"run_rl": run, "run_eval": run}, "build": {"open_rank": open_rank}}.items():
+    module = types.ModuleType(f"megarl.launch.{name}")
+    vars(module).update(functions)
+    sys.modules[module.__name__] = module
