@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Options = dict[str, Any]
@@ -16,6 +17,17 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
     """Suggests up to `most` similar names; `otherwise` is the remedy if none is."""
     near = get_close_matches(name, [*known], n=most)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"it is not a regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 class Section(BaseModel):
