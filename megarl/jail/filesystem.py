@@ -3,9 +3,9 @@
     new mount namespace --tmpfs--> / --bind mounts--> what is readable
                                    `--> the folder: another tmpfs, whose bytes and files the kernel limits
 
-Nothing else exists there, so that not even the names, sizes and times of other files can be read. Where the kernel
-refuses the namespace (some containers, some settings for unprivileged users), Landlock alone confines the code: it
-denies reading and writing other files, but not `stat`, and the caller must measure the folder.
+Nothing else exists there, so that not even names, sizes and times of other files can be read. Where the kernel refuses
+the namespace (in some containers), Landlock alone denies reading and writing other files, but not `stat`, and the
+caller must measure the folder.
 """
 
 from __future__ import annotations
@@ -85,10 +85,7 @@ NETWORK, SCOPE = 0b11, 0b11  # TCP bind and connect, from version 4; abstract so
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Allow reading below `readable`, reading and writing files in `folder`, and nothing else.
-
-    Raises OSError if the kernel does not support Landlock.
-    """
+    """Allow only to read below `readable`, and to read and write files in `folder`. Raises OSError without Landlock."""
     create, add, restrict = 444, 445, 446
     version = check(LIBC.syscall(create, None, 0, 1))
     known = (1 << RIGHTS.get(version, 16)) - 1
@@ -96,7 +93,8 @@ def landlock(folder: str, readable: list[str]) -> None:
     rules = check(LIBC.syscall(create, ctypes.create_string_buffer(handled), len(handled), 0))
     allowed = [(path, READ_FILE | READ_DIR) for path in readable]
     allowed += [(folder, READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE)]
-    for path, rights in [*allowed, *zip(DEVICES, (READ_FILE | WRITE_FILE, READ_FILE), strict=True)]:
+    allowed += zip(DEVICES, (READ_FILE | WRITE_FILE, READ_FILE), strict=True)
+    for path, rights in allowed:
         if not os.path.exists(path):
             continue
         rights &= known if os.path.isdir(path) else READ_FILE | WRITE_FILE
