@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 MAX_CHARS = 2000  # longer answers are only compared as text
 NUMBER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.([0-9]*))?\.?")
@@ -129,12 +130,9 @@ def _commands(text: str) -> set[str]:
 
 
 def _is_balanced(text: str) -> bool:
-    depth = 0
-    for brace in re.findall(r"[{}]", COMMAND.sub("", text)):
-        depth += 1 if brace == "{" else -1
-        if depth < 0:
-            return False
-    return depth == 0
+    braces = re.findall(r"[{}]", COMMAND.sub("", text))
+    depths = [*accumulate((1 if brace == "{" else -1 for brace in braces), initial=0)]
+    return min(depths) == 0 == depths[-1]
 
 
 def _words(text: str) -> Counter[str]:
