@@ -71,9 +71,9 @@ def plan_rows(
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update, of which there are at most as many as groups, and rows
-    of one unit in one micro-batch. Every rank has the same number of micro-batches, a multiple of `multiple`, some of
-    them empty if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
+    Rows of one group (consecutive equal ids) stay in one update, so that there may be fewer than `updates`, and rows of
+    one unit in one micro-batch. Every rank has the same number of micro-batches, a multiple of `multiple`, some empty
+    if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens} is not positive; set it to 1 or more")

@@ -151,8 +151,7 @@ class HfTokenizer:
     ) -> tuple[int, ...]:
         """Encodes a question as plain text, or in the tokenizer's chat template up to the start of the answer.
 
-        `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none,
-        and if the template rejects or drops a message.
+        `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or drops a message.
         """
         if (template or ("chat" if self.chat_template else "plain")) == "plain":
             text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)

@@ -36,12 +36,11 @@ def enter_mount_namespace() -> bool:
 
 
 def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
-    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable, if it is a folder.
+    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable.
 
     Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel refuses.
     """
-    has_folder = os.path.isdir(folder)
-    root = folder if has_folder else "/proc"  # any place that nothing readable lies below
+    root = folder  # the new root is built on it
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount_tmpfs(root, 1 << 20, 1000)
     try:
@@ -49,16 +48,13 @@ def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
         for path in sorted({*readable, *DEVICES}):
             if not os.path.exists(path) or any(path.startswith(f"{above}/") for above in bound):
                 continue
-            if os.path.isdir(path):
-                os.makedirs(root + path, exist_ok=True)
-            else:
-                os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.makedirs(root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
+            if not os.path.isdir(path):
                 os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
             _mount(path, root + path, "", MS_BIND | MS_REC)
             bound.append(path)
-        if has_folder:
-            os.makedirs(root + folder)
-            _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
+        os.makedirs(root + folder)
+        _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
         os.chdir(root)
         check(LIBC.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."))
         check(LIBC.umount2(b".", MNT_DETACH))  # the old root, which lies on top of the new one

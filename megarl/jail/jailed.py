@@ -62,8 +62,8 @@ def separate_user() -> bool:
 def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     """Apply every limit, in the required order. Returns the limits that this machine lacks, each with its error.
 
-    `spec` has `folder`, afterwards the empty current folder (os.devnull: none); `readable` paths; `memory_bytes`,
-    `cpu_s`, `disk_bytes`. The process must have one thread.
+    `spec` has `folder`, afterwards the empty current folder, `readable` paths, `memory_bytes`, `cpu_s`, `disk_bytes`.
+    The process must have one thread.
     """
     missing, parent = {}, os.getppid()
 
@@ -77,7 +77,7 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     with suppress(OSError):  # Landlock confines the code without it
         is_counted |= enter_mount_namespace()
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
-    os.chdir(spec["folder"] if os.path.isdir(spec["folder"]) else "/")
+    os.chdir(spec["folder"])
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
     attempt("capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))))  # to none
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])

@@ -108,7 +108,6 @@ def is_mathematics(answer: str) -> bool:
 
 def _is_comparable(text: str, answer: str) -> bool:
     """Whether math-verify can be trusted with a text."""
-    ours, theirs = _words(text), _words(answer)
     return (
         _is_balanced(text)
         and not set(PLAIN.sub("", text)) - set(answer)
@@ -116,7 +115,7 @@ def _is_comparable(text: str, answer: str) -> bool:
         and not (SPACED.search(text) or SUBSCRIPTED.search(text))
         and HIDDEN.findall(text) == HIDDEN.findall(answer)
         and ("," not in answer or _opening(text) in ("", _opening(answer)))  # {1, 2} is not (1, 2)
-        and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
+        and (_words(text) == _words(answer) or not (_has_letters(text) and _has_letters(answer)))
     )
 
 
