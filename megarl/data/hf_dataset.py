@@ -181,7 +181,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     if not is_installed("datasets"):
         raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'")
     local = Path(name).expanduser()
-    if _is_local(name):
+    if name and local.exists():
         if options.revision is not None:
             raise ValueError(f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it")
         return local
@@ -191,11 +191,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     return repository.download(options.data_files and [options.data_files], progress=True)
 
 
-def _is_local(name: str) -> bool:
-    return bool(name) and Path(name).expanduser().exists()
-
-
 def hub_id(name: str) -> str | None:
     """Returns the hub id of a task's name, or None if it is not a dataset on the hub."""
     kind, _, rest = name.partition(":")
-    return rest if kind == "hf" and not _is_local(rest) else None
+    return rest if kind == "hf" and not (rest and Path(rest).expanduser().exists()) else None

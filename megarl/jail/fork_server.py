@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
 
@@ -239,11 +240,8 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             return
-        first = 3
-        for kept in sorted((control, *descriptors)):
-            os.closerange(first, kept)
-            first = kept + 1
-        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+        for below, above in pairwise([2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(below + 1, above)
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
             target, spec = pickle.loads(stream.read(size))  # from the caller; the child cannot write to it
