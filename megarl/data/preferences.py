@@ -51,7 +51,7 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
 
 
 def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all") -> list[Ranking]:
-    """Ranks the samples of each group by reward, or only its first best and worst; no group of equal rewards."""
+    """Ranks the samples of each group by reward, or only its first best and worst; equal rewards give no ranking."""
     result = []
     for group in groups:
         samples, labels = group.samples, [float(sample.reward or 0.0) for sample in group.samples]

@@ -5,9 +5,9 @@ The sandbox asks a fork server for a process that runs `run`; only the standard 
     source, requests are read --> drop_rights() --> the code runs (untrusted.py)
 
 Dropped for every thread: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the rlimits; all
-files outside Python's own and the folder (filesystem.py), which raise PermissionError; and system calls that Python
-does not need (syscalls.py): processes, sockets but pairs of streams, and signals to others end it with SIGSYS. Files
-can be created in the folder, subfolders cannot.
+files outside Python's own and the folder (filesystem.py), which raise PermissionError; system calls that Python does
+not need (syscalls.py): a new process, a socket (unless a pair of streams) or a signal to others ends it with SIGSYS.
+Files can be created in the folder, subfolders cannot.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
 
 
 def check_problems(rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]) -> Iterator[str]:
-    """Yields which of a source's first 1,000 problems a reward can never score. Raises ValueError if it is all."""
+    """Yields which of a source's first 1,000 problems a reward cannot score. Raises ValueError if it can score none."""
     checks = [(reward.name, reward.check) for reward in rewards if reward.check]
     for source in load() if checks else ():
         problems = [source.problem(index) for index in range(min(source.size or 1, MAX_CHECKED))]

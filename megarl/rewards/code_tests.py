@@ -60,7 +60,7 @@ class ProblemTests:
 
 
 def read_tests(raw: Any, name: str | None = None) -> ProblemTests:
-    """Parses tests of any known format; they may name the function, else `name`. Raises ValueError, and Unjudgeable."""
+    """Parses tests of any known format; `name`: the function, if they name none. Raises ValueError, and Unjudgeable."""
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)

@@ -8,8 +8,7 @@
 
 The scorer is a function ``f(prompt, steps, answer, ...) -> one float per step`` or a URL (remote.py). `weight` scales
 each step's reward. Sample.reward is the sum of the outcome rewards; without any, the weighted mean of the steps, for
-display only. One step without a finite score drops the sample. The rewards of steps that end inside the same token add
-up.
+display only. A step without a finite score drops the sample. Rewards of steps that end inside the same token add up.
 """
 
 from __future__ import annotations
