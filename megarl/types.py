@@ -138,6 +138,10 @@ class TokenBatch:
     def num_tokens(self) -> int:
         return self.tokens.numel()
 
+    def token_fields(self) -> dict[str, Any]:
+        """Returns the fields of a TokenBatch, for a batch of another type."""
+        return {field.name: getattr(self, field.name) for field in fields(TokenBatch)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceBatch(TokenBatch):
@@ -147,11 +151,6 @@ class PreferenceBatch(TokenBatch):
     group: Tensor  # [N] int64, dense ids of prompts
     pairs: Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
     margins: Tensor  # [P] fp32: 0 where the data give none
-
-    @classmethod
-    def of(cls, batch: TokenBatch, group: Tensor, pairs: Tensor, margins: Tensor) -> PreferenceBatch:
-        tokens = {field.name: getattr(batch, field.name) for field in fields(TokenBatch)}
-        return cls(**tokens, group=group, pairs=pairs, margins=margins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

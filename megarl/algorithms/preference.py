@@ -165,4 +165,4 @@ def _pairs_of(batch: ScoredBatch) -> PreferenceBatch:
     pairs = torch.arange(batch.num_rows).reshape(-1, 2)
     assert torch.equal(batch.group[pairs[:, 0]], batch.group[pairs[:, 1]]), "two rows of each prompt"
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return PreferenceBatch.of(batch, group, pairs, margins=torch.zeros(len(pairs)))
+    return PreferenceBatch(**batch.token_fields(), group=group, pairs=pairs, margins=torch.zeros(len(pairs)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Options = dict[str, Any]
@@ -22,6 +23,17 @@ def refuse(problems: Mapping[str, object]) -> None:
     """Raises ValueError with the first message whose condition holds; `problems`: message -> condition."""
     if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
         raise ValueError(problem)
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"it is not a regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 class Section(BaseModel):

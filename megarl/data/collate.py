@@ -51,7 +51,7 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
 
 
 def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tensor, Tensor]:
-    """The tokens [L] of a prompt, an answer and the end token, and which are learned [L]: all but the prompt's."""
+    """The tokens [L] of prompt, answer and end token, and which are learned [L]: all but the prompt's."""
     tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(answer)])
     return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)
 
@@ -61,35 +61,28 @@ def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool
 
     With `mask_truncated`, the mask of samples that reached the token limit is False, so they are not trained on.
     """
-    rows = [(index, group, sample) for index, group in enumerate(groups) for sample in group.samples]
-    samples = [sample for _, _, sample in rows]
-    trainable = [
-        torch.zeros_like(sample.trainable) if mask_truncated and sample.finish == "length" else sample.trainable
-        for sample in samples
-    ]
-    tokens_of_rows = [sample.tokens for sample in samples]
-    tokens = token_batch(list(zip(tokens_of_rows, trainable, strict=True)), temperature=temperature)
-    rewards = torch.tensor([_reward(sample) for sample in samples], dtype=torch.float32)
-    token_rewards, step_ends, outcome_at = _place_rewards(samples, rewards, tokens)
+    samples = [sample for group in groups for sample in group.samples]
+    learned = [sample.trainable & (not (mask_truncated and sample.finish == "length")) for sample in samples]
+    rows = [(sample.tokens, learned_L) for sample, learned_L in zip(samples, learned, strict=True)]
+    routes = tuple(sample.routes for sample in samples)
+    tokens = replace(token_batch(rows, temperature=temperature), routes=routes if any(routes) else ())
+    token_rewards, step_ends, outcome_at = _place_rewards(samples, tokens)
     logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)
     versions_T = _shifted(_flat([sample.versions for sample in samples], torch.int32), tokens.cu_seqlens)
+    sizes = torch.tensor([len(group.samples) for group in groups], dtype=torch.int64)
+    baselines = torch.tensor([group.baseline or 0.0 for group in groups], dtype=torch.float32)
     return TrainBatch(
-        tokens=tokens.tokens,
-        labels=tokens.labels,
-        mask=tokens.mask,
+        **tokens.token_fields(),
         rollout_logprobs=torch.where(tokens.mask, logprobs_T, 0.0),
         token_rewards=token_rewards,
         step_ends=step_ends,
         outcome_at=outcome_at,
-        cu_seqlens=tokens.cu_seqlens,
-        rewards=rewards,
-        baseline=torch.tensor([group.baseline or 0.0 for _, group, _ in rows], dtype=torch.float32),
-        group=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+        baseline=baselines.repeat_interleave(sizes),
+        group=torch.arange(len(groups)).repeat_interleave(sizes),
         prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
         finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
         versions=torch.where(tokens.mask, versions_T, -1),
-        temperature=temperature,
-        routes=tuple(sample.routes for sample in samples) if any(sample.routes for sample in samples) else (),
     )
 
 
@@ -119,12 +112,7 @@ def _shifted(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     return shifted_T
 
 
-def _reward(sample: Sample) -> float:
-    assert sample.reward is not None, f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
-    return sample.reward
-
-
-def _place_rewards(samples: Sequence[Sample], rewards_N: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _place_rewards(samples: Sequence[Sample], tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards, -1 where there is none.
 
     The reward of a masked position moves to the trained one before it. If there is none, the row is not trained on:
@@ -134,20 +122,18 @@ def _place_rewards(samples: Sequence[Sample], rewards_N: Tensor, tokens: TokenBa
     trained_K = tokens.mask.nonzero().flatten()
     bounds, trained = torch.searchsorted(trained_K, tokens.cu_seqlens).tolist(), trained_K.tolist()
     positions_N = [trained[first:end] for first, end in pairwise(bounds)]
-    outcomes, steps = [], []
+    outcomes, steps = list[int](), list[tuple[int, float]]()
     for sample, positions, start in zip(samples, positions_N, tokens.cu_seqlens.tolist(), strict=False):
+        assert sample.reward is not None, f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
         if positions and any(start + token <= positions[0] for token, _ in sample.step_rewards):
             tokens.mask[positions] = False
             positions = []
         outcomes.append(positions[-1] if positions and sample.has_outcome else -1)
+        steps += [(outcomes[-1], sample.reward)] if outcomes[-1] >= 0 else []
         if positions:  # token t + 1 is trained at position t
             steps += [(positions[bisect_left(positions, start + t) - 1], reward) for t, reward in sample.step_rewards]
-    outcome_N = torch.tensor(outcomes, dtype=torch.int64)
-    rewards_T, ends_T = torch.zeros(tokens.mask.numel()), torch.zeros_like(tokens.mask)
-    is_placed_N = outcome_N >= 0
-    rewards_T[outcome_N[is_placed_N]] = rewards_N[is_placed_N]
-    ends_T[outcome_N[is_placed_N]] = True
-    for position, reward in steps:
-        rewards_T[position] += reward
-        ends_T[position] = True
-    return rewards_T, ends_T, outcome_N
+    end_K = torch.tensor([position for position, _ in steps], dtype=torch.int64)
+    rewards_K = torch.tensor([reward for _, reward in steps], dtype=torch.float32)
+    rewards_T = torch.zeros(tokens.num_tokens).index_add(0, end_K, rewards_K)
+    ends_T = torch.zeros_like(tokens.mask).index_fill(0, end_K, True)
+    return rewards_T, ends_T, torch.tensor(outcomes, dtype=torch.int64)

@@ -3,9 +3,9 @@
     {"messages": [...]}                       the turns of sft.roles
     {"prompt": [...], "completion": [...]}    those in the completion; of texts, the completion and the end token
 
-A template may render a turn differently once others follow. So what it makes of the turns before, and up to, a learned
-one must both begin what it makes of the whole conversation; the text between is encoded by itself, as an engine samples
-it. A template with {% generation %} tags marks the assistant's turns itself.
+A template may render a turn differently once others follow. So the rendered turns before, and up to, a learned one must
+begin the rendered conversation; the text between is encoded by itself, as an engine samples it. A template with
+{% generation %} tags marks the assistant's turns itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
 def example_encoder(tokenizer: Tokenizer, task: Task, roles: Sequence[str]) -> Callable[[Problem], Example | None]:
-    """Returns the function that encodes conversations and completions; None is for other problems, with an answer.
-
-    It raises ValueError for a conversation whose learned tokens cannot be determined.
-    """
+    """Returns the encoder of conversations and completions; it returns None for problems with an answer."""
     encode = prompt_encoder(tokenizer, task)
 
     def example(problem: Problem) -> Example | None:

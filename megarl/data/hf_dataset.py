@@ -3,13 +3,13 @@
     hub id --snapshot--> folder named by its commit -+
     local folder or file ----------------------------+--> Arrow files, memory-mapped --> Rows: (question, answer, extra)
 
-A hub id is downloaded as a whole and read from that folder, because offline `datasets` reads whatever revision it
-prepared last."""
+A hub id is downloaded first: offline, `datasets` itself would read whatever revision it prepared last."""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from megarl.config.section import Section, did_you_mean
+from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
 
@@ -39,16 +39,12 @@ class DatasetOptions(Section):
     data_files: str | None = None  # a glob: reads, and downloads, only these files
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
     answer: str | None = None  # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
-    answer_pattern: str | None = None  # a regular expression; group 1 of its last match is the answer
+    answer_pattern: Pattern | None = None  # a regular expression; group 1 of its last match is the answer
 
     @field_validator("answer_pattern")
     @classmethod
     def _pattern(cls, value: str | None) -> str | None:
-        try:
-            groups = 1 if value is None else re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"is not a regular expression ({error})") from None
-        if groups < 1:
+        if value is not None and not re.compile(value).groups:
             raise ValueError("has no group; put parentheses around the answer")
         return value
 
@@ -134,22 +130,14 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
     answer = options.answer or ("answer" if "answer" in columns else "")
     path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
     for key, column in (("answer", path), *(("prompt", (column,)) for column in prompt)):
-        if not _exists(dataset.features, column):
-            known = ", ".join(columns)
-            raise ValueError(
-                f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; choose from: {known}"
-            )
+        try:
+            reduce(operator.getitem, column, dataset.features)
+        except (KeyError, TypeError):  # a feature that is no struct
+            setting, known = f"task.options.{key}={'.'.join(column)}", ", ".join(columns)
+            raise ValueError(f"{setting} is not a column of hf:{name}; choose from: {known}") from None
     if options.answer_pattern and not path:
         raise ValueError(f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it")
     return Rows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
-
-
-def _exists(features: Any, path: Sequence[str]) -> bool:
-    for key in path:
-        if not isinstance(features, Mapping) or key not in features:
-            return False
-        features = features[key]
-    return True
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> Any:
@@ -193,7 +181,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     if not is_installed("datasets"):
         raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'")
     local = Path(name).expanduser()
-    if _is_local(name):
+    if name and local.exists():
         if options.revision is not None:
             raise ValueError(f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it")
         return local
@@ -203,11 +191,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     return repository.download(options.data_files and [options.data_files], progress=True)
 
 
-def _is_local(name: str) -> bool:
-    return bool(name) and Path(name).expanduser().exists()
-
-
 def hub_id(name: str) -> str | None:
     """Returns the hub id of a task's name, or None if it is not a dataset on the hub."""
     kind, _, rest = name.partition(":")
-    return rest if kind == "hf" and not _is_local(rest) else None
+    return rest if kind == "hf" and not (rest and Path(rest).expanduser().exists()) else None

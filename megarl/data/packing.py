@@ -30,17 +30,12 @@ MAX_SWAPS = 1000
 
 
 def plan_microbatches(
-    batch: TokenBatch,
-    layout: Layout,
-    train: Train,
-    *,
-    units: Sequence[int] | None = None,
-    shuffle: str | None = None,
+    batch: TokenBatch, layout: Layout, train: Train, *, units: Sequence[int] | None = None, shuffle: str | None = None
 ) -> MicrobatchPlan:
-    """Plans one batch: which rows each rank runs in each micro-batch of each update.
+    """Plans which rows each rank runs in each micro-batch of each update.
 
-    Rows of one unit (consecutive equal ids, such as the two rows of a preference pair) stay in one micro-batch.
-    `shuffle` is the seed of a random order of groups, None that of the batch.
+    Rows of one unit (consecutive equal ids, such as those of a preference pair) stay in one micro-batch. `shuffle`
+    seeds a random order of groups; None keeps that of the batch.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     rows = plan_rows(
@@ -76,9 +71,9 @@ def plan_rows(
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update, those of one unit in one micro-batch; with fewer
-    groups than `updates`, there are fewer updates. Every rank has the same number of micro-batches, a multiple of
-    `multiple`, some of them empty if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
+    Rows of one group (consecutive equal ids) stay in one update, so that there may be fewer than `updates`, and rows of
+    one unit in one micro-batch. Every rank has the same number of micro-batches, a multiple of `multiple`, some empty
+    if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens_per_microbatch={max_tokens} is not positive; set it to 1 or more")
@@ -133,10 +128,8 @@ def _costs(lengths: np.ndarray) -> np.ndarray:
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its own bin.
-
-    Fills one bin after the other with the largest remaining item that fits: the bins of the usual loop over items.
-    """
+    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its own bin."""
+    # fills one bin after the other with the largest remaining item that fits: the bins of the usual loop over items
     capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
     order = np.argsort(capped_N, kind="stable")
     items, sizes, bins = order.tolist(), capped_N[order].tolist(), list[list[int]]()
@@ -151,14 +144,9 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partitions items, given by index, into `parts` of nearly equal cost.
-
-    Assigns the largest first, each to the least loaded part; then swaps items between the most and the least loaded
-    part while that brings their loads closer.
-    """
+    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then by swaps."""
     costs_N = np.asarray(costs, dtype=np.int64)
-    assigned: list[list[int]] = [[] for _ in range(parts)]
-    heap = [(0, part) for part in range(parts)]
+    assigned, heap = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]
     cost_of = costs_N.tolist()
     for item in np.argsort(-costs_N, kind="stable").tolist():
         load, part = heap[0]
@@ -193,21 +181,16 @@ def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, i
 
 def _even_bins(lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
     """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search finds none."""
-    size_of, cost_of = lengths.tolist(), costs.tolist()
-    room, bins = [max_tokens] * num_bins, [[] for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
+    bins = [list[int]() for _ in range(num_bins)]
+    room_B, cost_B = np.full(num_bins, max_tokens), np.zeros(num_bins, np.int64)
     for item in np.argsort(-costs, kind="stable").tolist():
-        full = []
-        while heap and room[heap[0][1]] < min(size_of[item], max_tokens):
-            full.append(heapq.heappop(heap))
-        if not heap:
+        fitting = np.flatnonzero(room_B >= min(lengths[item], max_tokens))
+        if not fitting.size:
             return None
-        cost, index = heap[0]
+        index = fitting[cost_B[fitting].argmin()]
         bins[index].append(item)
-        room[index] -= size_of[item]
-        heapq.heapreplace(heap, (cost + cost_of[item], index))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        room_B[index] -= lengths[item]
+        cost_B[index] += costs[item]
     return bins
 
 

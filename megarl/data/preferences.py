@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import permutations
 from typing import Any, Literal
@@ -41,8 +41,9 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
         pairs += [(first + i, first + j) for i, j in permutations(range(len(labels)), 2) if labels[i] > labels[j]]
         margins += [ranking.margin] * (len(pairs) - len(margins))
         group += [number] * len(labels)
-    return PreferenceBatch.of(
-        token_batch([row for ranking in rankings for row in ranking.rows], temperature=1.0),
+    tokens = token_batch([row for ranking in rankings for row in ranking.rows], temperature=1.0)
+    return PreferenceBatch(
+        **tokens.token_fields(),
         group=torch.tensor(group, dtype=torch.int64),
         pairs=torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
         margins=torch.tensor(margins, dtype=torch.float32),
@@ -50,18 +51,15 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
 
 
 def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all") -> list[Ranking]:
-    """Ranks the samples of each group by reward, or only the first of the best and of the worst ones.
-
-    Groups whose rewards are all equal have no ranking.
-    """
+    """Ranks the samples of each group by reward, or only its first best and worst; equal rewards give no ranking."""
     result = []
     for group in groups:
-        labels = [float(sample.reward or 0.0) for sample in group.samples]
+        samples, labels = group.samples, [float(sample.reward or 0.0) for sample in group.samples]
         if len(set(labels)) > 1:
-            ends = (labels.index(max(labels)), labels.index(min(labels)))
-            chosen = range(len(labels)) if pairs == "all" else ends
-            rows = tuple((group.samples[i].tokens, group.samples[i].trainable) for i in chosen)
-            result.append(Ranking(rows, tuple(labels[i] for i in chosen)))
+            if pairs == "best_worst":
+                samples = [samples[labels.index(end)] for end in (max(labels), min(labels))]
+                labels = [max(labels), min(labels)]
+            result.append(Ranking(tuple((sample.tokens, sample.trainable) for sample in samples), tuple(labels)))
     return result
 
 
@@ -81,10 +79,7 @@ def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Prefere
 
 
 def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: str) -> StepBatch:
-    """Returns one row per prompt, each step followed by `separator`, which belongs to it.
-
-    Raises ValueError with the problem's number and the remedy.
-    """
+    """Returns one row per prompt, each step followed by `separator`, which belongs to it. Raises ValueError."""
     rows, ends, right = [], [], []
     for prompt in prompts:
         tokens = list(prompt.tokens)
@@ -95,8 +90,8 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
         rows.append((torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)))
     flat, end_K = token_batch(rows, temperature=1.0), torch.tensor(ends, dtype=torch.int64)
     is_right_T = flat.mask.index_put((end_K,), torch.tensor(right, dtype=torch.bool))
-    values: dict[str, Any] = asdict(flat) | {"mask": flat.mask.index_fill(0, end_K, True), "is_right": is_right_T}
-    return StepBatch(**values)
+    scored = replace(flat, mask=flat.mask.index_fill(0, end_K, True))
+    return StepBatch(**scored.token_fields(), is_right=is_right_T)
 
 
 @dataclass
@@ -109,10 +104,7 @@ class Replay:
     history: list[Ranking] = field(default_factory=list)
 
     def mixed(self, fresh: Sequence[Ranking], key: str) -> list[Ranking]:
-        """Returns n rankings: those of `fresh`, and ceil(share x n) of the history, fewer if it has fewer.
-
-        They are drawn without replacement, the same for the same `key`.
-        """
+        """Returns n rankings: `fresh`, and ceil(share x n) (or all) of the history, drawn by `key` without repeats."""
         share = Fraction(str(self.share))  # 0.1 x 70 in floats is more than 7
         count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.history))
         return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.history, count)]

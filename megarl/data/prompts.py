@@ -29,10 +29,10 @@ RECENT = 1 << 16  # positions that are found again without counting from the sta
 
 
 def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yields (part, position within the part) without end, in exact proportion to `weights`.
+    """Yields (part, position within the part) without end, in proportion to `weights`.
 
-    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment. After any number of problems,
-    each part's share differs from its exact one by less than half the number of parts.
+    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each part's count is always
+    within half the number of parts of its exact share.
     """
 
     def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:

@@ -2,10 +2,10 @@
 
     trainer: TaskJudge(name, options, entry) + text --JudgePool--> child: in the expected form? -> score_answer -> float
 
-Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even there. They see an
-answer only in the form of an honest one: for `eval`, what Python cannot parse, or literals; for parse_expr, arithmetic
-with the names of the problem. Any other answer is judged as plain nonsense is. The arithmetic puzzles are also checked
-with exact numbers: puzzle24 accepts other numbers than it gave, and truncates 24.9 to 24.
+Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even there. They only see
+answers in an honest form: for `eval`, literals or what Python cannot parse; for parse_expr, arithmetic with the names
+of the problem. Any other answer is judged as nonsense. The arithmetic puzzles are also checked with exact numbers:
+puzzle24 accepts other numbers than it gave, and truncates 24.9 to 24.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def make_judge(context: tuple[str, Mapping[str, Any]]) -> Callable[[str, Mapping
 
     def judge(text: str, entry: Mapping[str, Any]) -> float | Verdict:
         task = entry.get("metadata", {}).get("source_dataset") or name  # name may be a composite
-        if text != entry["answer"] and not all(FORMS[kind](text, entry) for kind in {name, task} & FORMS.keys()):
-            score = float(dataset.score_answer(NONSENSE, entry=entry))
+        forms = [FORMS[kind] for kind in {name, task} & FORMS.keys()]
+        is_safe = text == entry["answer"] or all(form(text, entry) for form in forms)
+        score = float(dataset.score_answer(text if is_safe else NONSENSE, entry=entry))
+        if not is_safe:
             return Verdict(score, "refused", f"{text[:60]!r} is not in the form of an answer to {task}")
-        score = float(dataset.score_answer(text, entry=entry))
         return min(score, INEXACT[task]) if task in INEXACT and not solves(text, entry["metadata"]) else score
 
     return judge
@@ -97,36 +98,26 @@ def is_inert(text: str, entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def is_polynomial(text: str, entry: Mapping[str, Any]) -> bool:
-    return _has_only(text, {str(name) for name in entry["metadata"]["variables"]})
-
-
-def is_antiderivative(text: str, entry: Mapping[str, Any]) -> bool:
-    return _has_only(text, {*FUNCTIONS.split(), "C", "E", "pi", str(entry["metadata"]["variable"])})
+def is_expression(text: str, entry: Mapping[str, Any]) -> bool:
+    """Only numbers, operators, parentheses and names of the problem: no attribute, index or other function."""
+    problem, tokens = entry["metadata"], TOKEN.findall(text)
+    names = problem.get("variables") or [*FUNCTIONS.split(), "C", "E", "pi", problem["variable"]]
+    words = {token for token in tokens if token[0].isalpha() or token[0] == "_"}
+    return "".join(tokens) == text and words <= {*map(str, names)}
 
 
 def is_arithmetic(text: str, entry: Mapping[str, Any]) -> bool:
     return re.fullmatch(r"[-+*/()0-9 ]*", text) is not None and "**" not in text and "//" not in text
 
 
-def _has_only(text: str, names: set[str]) -> bool:
-    """Numbers, operators, parentheses and `names`: no attribute, index, comparison or other function."""
-    tokens = TOKEN.findall(text)
-    words = (token for token in tokens if token[0].isalpha() or token[0] == "_")
-    return "".join(tokens) == text and all(word in names for word in words)
-
-
 def solves(text: str, problem: Mapping[str, Any]) -> bool:
     """Whether an arithmetic expression equals the target exactly and uses each given number once."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        return _value(tree) == problem.get("target", 24) and Counter(_numbers(tree)) == Counter(problem["numbers"])
+        used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        return _value(tree) == problem.get("target", 24) and used == Counter(problem["numbers"])
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return False
-
-
-def _numbers(tree: ast.AST) -> list[Any]:
-    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
 
 
 def _value(tree: ast.AST) -> Fraction:
@@ -142,8 +133,7 @@ def _value(tree: ast.AST) -> Fraction:
 
 FORMS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_inert),
-    **dict.fromkeys(("simple_integration", "intermediate_integration"), is_antiderivative),
+    **dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), is_expression),
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
-    "polynomial_multiplication": is_polynomial,
 }
 INEXACT = {"countdown": 0.05, "puzzle24": 0.01}  # what reasoning-gym gives an expression with another value

@@ -12,7 +12,7 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -75,10 +75,10 @@ class Source:
 
 
 def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
-    """Loads a task, or every part of a mixture; `eval_tasks` are other tasks whose stored problems are not trained on.
+    """Loads a task, or every part of a mixture; no stored problem of `eval_tasks` is trained on.
 
-    What a hash holds out of one part of a mixture is not removed from a part that is not assigned by a hash.
-    Raises ValueError or FileNotFoundError with the values and the remedy.
+    What a hash holds out of one part is not removed from a part that is not assigned by a hash. Raises ValueError or
+    FileNotFoundError.
     """
     parts = [
         (part.weight, task.model_copy(update={"name": part.name, "options": part.options, "mixture": ()}))
@@ -87,24 +87,25 @@ def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] 
     sources = []
     for number, (weight, part) in enumerate(parts):
         others = [other for _, other in parts if other is not part]
-        with _errors_of(f"task.mixture[{number}]") if task.mixture else nullcontext():
+        with _errors_of(f"task.mixture[{number}]" if task.mixture else ""):
             sources.append(replace(load_task(part, split, [*eval_tasks, *others]), weight=weight))
     return tuple(sources)
 
 
 @contextmanager
 def _errors_of(where: str) -> Iterator[None]:
-    """Names the part of the config that `task.name` and `task.options` in an error stand for."""
+    """Names the part of the config that `task.name` and `task.options` in an error stand for, unless it is the task."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except (FileNotFoundError, ValueError) as error:
+        if not where:
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{where}: {error}") from None
 
 
 def eval_task(task: Task, part: EvalSet) -> Task:
-    """The task of an evaluation set. All problems of a stored one are evaluated on, not a held-out part of them."""
+    """The task of an evaluation set; of a stored one, all problems are evaluated on."""
     if part.task is None:
         return task
     kind, _, rest = part.task.partition(":")
@@ -116,9 +117,8 @@ def eval_task(task: Task, part: EvalSet) -> Task:
 def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> Source:
     """Loads one task without its mixture; see `load_sources`."""
     kind, _, rest = task.name.partition(":")
-    loaders = {"reasoning_gym": _reasoning_gym, "jsonl": _jsonl, "hf": _dataset}
-    if kind in loaders:
-        source = loaders[kind](rest, task, split)
+    if load := {"reasoning_gym": _reasoning_gym, "jsonl": _jsonl, "hf": _dataset}.get(kind):
+        source = load(rest, task, split)
     elif is_dotted(task.name):
         source = _user_function(task, split)
     else:
@@ -139,22 +139,21 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
 def check_tasks(
     task: Task, evaluated: Eval, *, held_out: bool = False, check: Callable[[Source], object] | None = None
 ) -> Iterator[str]:
-    """Loads everything once, so that errors surface before anything starts; raises like `load_task`.
+    """Loads everything once, so that errors surface before anything starts; yields what the user should know.
 
-    Yields what the user should know. `held_out`: whether the command evaluates; `check`: of the task's sources.
+    `held_out`: whether the command evaluates; `check`: of the task's sources. Raises like `load_task`.
     """
     eval_tasks, notes = [eval_task(task, part) for part in evaluated.sets], []
     # first, because training problems are compared with these
     for part, other in zip(evaluated.sets, eval_tasks, strict=True) if held_out else ():
         where = f"eval.sets: {part.name}"
-        with nullcontext() if other is task else _errors_of(where):
+        with _errors_of("" if other is task else where):
             notes += _check_eval(other, f"{where} has size", part.size)
-    names = [part.name for part in task.mixture] or [task.name]
-    for name, source in zip(names, load_sources(task, eval_tasks=eval_tasks), strict=True):
+    for part, source in zip(task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True):
         check(source) if check else source.problem(0)
         if source.held_out:
-            total = source.held_out + (source.size or 0)
-            yield f"{name}: {source.held_out} of {total} problems are held out for evaluation, and never trained on"
+            count = f"{source.held_out} of {source.held_out + (source.size or 0)} problems"
+            yield f"{part.name}: {count} are held out for evaluation, and never trained on"
     if held_out and evaluated.size:
         yield from _check_eval(task, "eval.size", evaluated.size, check)
     yield from notes
@@ -173,12 +172,8 @@ def _check_eval(task: Task, key: str, size: int, check: Callable[[Source], objec
 
 def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
     """Removes the questions of second files and splits, whatever their white space and roles."""
-    held_out = {
-        _words_of(problem)
-        for task in tasks
-        if task.options.keys() & {"eval_file", "eval_split"}
-        for problem in load_task(task, "eval").problems(whole=False)
-    }
+    stored = [load_task(task, "eval") for task in tasks if task.options.keys() & {"eval_file", "eval_split"}]
+    held_out = {_words_of(problem) for part in stored for problem in part.problems(whole=False)}
     if not held_out:
         return source
     keep = [_words_of(problem) not in held_out for problem in source.problems(whole=False)]
@@ -207,14 +202,15 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     except (TypeError, AssertionError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"reasoning_gym:{name} rejects task.options={task.options}: {reason}") from None
-    num_indices = _num_indices(dataset) if "size" not in task.options else len(dataset)
+    num_indices = len(dataset) if "size" in task.options else _num_indices(dataset)
 
     def problem(index: int) -> Problem:
         for attempt in range(ATTEMPTS):
             entry = dataset[hash31(f"{task.seed}/{split}/{index}/{attempt}") % num_indices]
             is_eval = hash31(f"held out? {entry['question']}") % HELD_OUT == 0
             if is_eval == (split == "eval"):
-                return Problem(entry["question"], _text(entry["answer"]), {"score": TaskJudge(name, options, entry)})
+                answer = None if entry["answer"] is None else str(entry["answer"])
+                return Problem(entry["question"], answer, {"score": TaskJudge(name, options, entry)})
         raise ValueError(
             f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
             f"to hold some out; widen task.options={task.options}"
@@ -264,20 +260,13 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     return source.select(is_eval)
 
 
-def _text(answer: Any) -> str | None:
-    return None if answer is None else str(answer)
-
-
 def _jsonl(file: str, task: Task, split: Split) -> Source:
-    if unknown := set(task.options) - {"eval_file"}:
-        names = ", ".join(sorted(unknown))
+    if names := ", ".join(sorted(task.options.keys() - {"eval_file"})):
         raise ValueError(f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove {names}")
     held_out = task.options.get("eval_file")
-    if split == "eval":
-        if held_out is None:
-            raise ValueError(f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE")
-        file = str(held_out)
-    problems = _read_jsonl(Path(file))
+    if split == "eval" and held_out is None:
+        raise ValueError(f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE")
+    problems = _read_jsonl(Path(file if split == "train" else str(held_out)))
     return Source(problems.__getitem__, len(problems))
 
 
@@ -308,9 +297,8 @@ def _user_function(task: Task, split: Split) -> Source:
         reason = str(error) or type(error).__name__
         raise ValueError(f"{task.name} rejects task.options={task.options}: {reason}; change them") from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
-        raise ValueError(
-            f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, such as [{_EXAMPLE}]"
-        )
+        kind = type(rows).__name__
+        raise ValueError(f"task.name={task.name!r} returned a {kind}; return a sequence of rows, such as [{_EXAMPLE}]")
     return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
 
 
@@ -333,26 +321,23 @@ def _problem(row: Any, where: str) -> Problem:
 
 
 def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
-    answer = _text(answer)
     if isinstance(question, list) and question and all(map(is_message, question)):
-        _check_unicode([*(text for message in question for text in message.values()), answer], where)
-        return Problem(tuple(question), answer, extra, where)
-    if not isinstance(question, str) or not question.strip():
+        question = tuple(question)
+        texts = [text for message in question for text in message.values()]
+    elif isinstance(question, str) and question.strip():
+        texts = [question]
+    else:
         messages = 'messages must be a list of {"role": ..., "content": ...}'
         raise ValueError(f"{where}: the prompt must be text, or {messages}, not {_short(question)}")
-    _check_unicode([question, answer], where)
-    return Problem(question, answer, extra, where)
-
-
-def _check_unicode(texts: Iterable[Any], where: str) -> None:
-    for text in texts:
+    answer = None if answer is None else str(answer)
+    for text in (*texts, answer):
         try:
             text.encode() if isinstance(text, str) else None
         except UnicodeEncodeError as error:
             shown = _short(text[max(0, error.start - 10) : error.end + 10])
-            raise ValueError(
-                f"{where} has half of a surrogate pair, which no tokenizer can read: {shown}; remove it"
-            ) from None
+            reason = "has half of a surrogate pair, which no tokenizer can read"
+            raise ValueError(f"{where} {reason}: {shown}; remove it") from None
+    return Problem(question, answer, extra, where)
 
 
 def is_message(message: Any) -> bool:

@@ -47,10 +47,7 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Loads the tokenizer of the Hugging Face model in folder `path`.
-
-    Of generation_config.json only the end tokens are used: sampling is as `rollout` configures it. Raises ValueError.
-    """
+    """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too. Raises ValueError."""
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
     config, generation = read_config(folder / "config.json"), read_config(folder / "generation_config.json")
@@ -74,10 +71,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
-    """Returns the function that encodes the task's questions.
-
-    Raises ValueError for a setting that the model's chat template would ignore.
-    """
+    """Returns the function that encodes questions; ValueError for a setting that the chat template would ignore."""
     chat = {key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
         reason = "task.template is plain" if task.template == "plain" else "the model's tokenizer has none"
@@ -94,8 +88,7 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
 def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
     """Returns every token id that ends a response: each EOS, and the tokens of the texts `stop`.
 
-    Raises ValueError for a text that is not exactly one token: the engine would have to cut text, and the trainer would
-    not see the tokens that were sampled.
+    Raises ValueError for a text that is not one token: the engine would cut it, and the trainer not see its tokens.
     """
     ids = set(tokenizer.eos)
     for text in stop:
@@ -158,8 +151,7 @@ class HfTokenizer:
     ) -> tuple[int, ...]:
         """Encodes a question as plain text, or in the tokenizer's chat template up to the start of the answer.
 
-        `template` None means chat if the tokenizer has a template. Raises ValueError if it is chat and there is none,
-        and if the template rejects or drops a message.
+        `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or drops a message.
         """
         if (template or ("chat" if self.chat_template else "plain")) == "plain":
             text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
@@ -190,10 +182,8 @@ class HfTokenizer:
     def encode_tagged(self, messages: list[Any], **kw: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Encodes a conversation; returns its tokens, and which are between the template's {% generation %} tags."""
         with _limited("rejects the conversation"):
-            encoded = self.inner.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, **kw
-            )
-        return tuple(encoded["input_ids"]), tuple(map(bool, encoded["assistant_masks"]))
+            turns = self.inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **kw)
+        return tuple(turns["input_ids"]), tuple(map(bool, turns["assistant_masks"]))
 
     def template_variables(self) -> list[str]:
         """The variables that the chat template reads, other than those that it is always given."""

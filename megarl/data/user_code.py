@@ -14,10 +14,7 @@ def is_dotted(name: str) -> bool:
 
 
 def import_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """The function at `path`; the working directory is searched too. `setting`, the config key, appears in errors.
-
-    Raises ValueError if there is no such module or function.
-    """
+    """Returns the function at `path`, also of the working directory. Raises ValueError, naming the key `setting`."""
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
         raise ValueError(f"{setting}={path!r} is not the path of a function; write package.module:function")
@@ -34,9 +31,8 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
     for name in function_name.split("."):
         if not hasattr(function, name):
             known = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
-            raise ValueError(
-                f"{setting}={path!r}: {module_name} has no {name!r}; it has {', '.join(known[:10]) or 'no functions'}"
-            )
+            names = ", ".join(known[:10]) or "no functions"
+            raise ValueError(f"{setting}={path!r}: {module_name} has no {name!r}; it has {names}")
         function = getattr(function, name)
     if not callable(function):
         raise ValueError(f"{setting}={path!r} is a {type(function).__name__}, not a function; name a function")

@@ -3,9 +3,9 @@
     new mount namespace --tmpfs--> / --bind mounts--> what is readable
                                    `--> the folder: another tmpfs, whose bytes and files the kernel limits
 
-Nothing else exists there, so that not even the names, sizes and times of other files can be read. Where the kernel
-refuses the namespace (some containers, some settings for unprivileged users), Landlock alone confines the code: it
-denies reading and writing other files, but not `stat`, and the caller must measure the folder.
+Nothing else exists there, so that not even names, sizes and times of other files can be read. Where the kernel refuses
+the namespace (in some containers), Landlock alone denies reading and writing other files, but not `stat`, and the
+caller must measure the folder.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ def enter_mount_namespace() -> bool:
 
 
 def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
-    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable, if it is a folder.
+    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable.
 
     Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel refuses.
     """
-    has_folder = os.path.isdir(folder)
-    root = folder if has_folder else "/proc"  # any place that nothing readable lies below
+    root = folder  # the new root is built on it
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount_tmpfs(root, 1 << 20, 1000)
     try:
@@ -49,16 +48,13 @@ def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
         for path in sorted({*readable, *DEVICES}):
             if not os.path.exists(path) or any(path.startswith(f"{above}/") for above in bound):
                 continue
-            if os.path.isdir(path):
-                os.makedirs(root + path, exist_ok=True)
-            else:
-                os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.makedirs(root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
+            if not os.path.isdir(path):
                 os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
             _mount(path, root + path, "", MS_BIND | MS_REC)
             bound.append(path)
-        if has_folder:
-            os.makedirs(root + folder)
-            _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
+        os.makedirs(root + folder)
+        _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
         os.chdir(root)
         check(LIBC.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."))
         check(LIBC.umount2(b".", MNT_DETACH))  # the old root, which lies on top of the new one
@@ -85,10 +81,7 @@ NETWORK, SCOPE = 0b11, 0b11  # TCP bind and connect, from version 4; abstract so
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Allow reading below `readable`, reading and writing files in `folder`, and nothing else.
-
-    Raises OSError if the kernel does not support Landlock.
-    """
+    """Allow only to read below `readable`, and to read and write files in `folder`. Raises OSError without Landlock."""
     create, add, restrict = 444, 445, 446
     version = check(LIBC.syscall(create, None, 0, 1))
     known = (1 << RIGHTS.get(version, 16)) - 1
@@ -96,7 +89,8 @@ def landlock(folder: str, readable: list[str]) -> None:
     rules = check(LIBC.syscall(create, ctypes.create_string_buffer(handled), len(handled), 0))
     allowed = [(path, READ_FILE | READ_DIR) for path in readable]
     allowed += [(folder, READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE)]
-    for path, rights in [*allowed, *zip(DEVICES, (READ_FILE | WRITE_FILE, READ_FILE), strict=True)]:
+    allowed += zip(DEVICES, (READ_FILE | WRITE_FILE, READ_FILE), strict=True)
+    for path, rights in allowed:
         if not os.path.exists(path):
             continue
         rights &= known if os.path.isdir(path) else READ_FILE | WRITE_FILE

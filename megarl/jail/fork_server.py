@@ -4,10 +4,10 @@
        |  <------- pid, exit status ------- |                ^
        +-- target, spec: on the job's own control socket ----+
 
-The server starts as a script in an empty environment, without the caller's descriptors, and uses only the standard
-library besides the modules it preloads. It never reads what a child writes: results travel on the descriptors of the
-job. A child shares nothing writable with its siblings, leads its own session, and closes every other descriptor. It
-dies with the server, the server with the caller's process. A child is killed when its control socket is closed.
+The server is a script in an empty environment without the caller's descriptors. It imports the standard library and the
+modules to preload, and never reads what a child writes: results travel on the job's descriptors. A child shares nothing
+writable with its siblings and leads its own session. It dies with the server, which dies with the caller, and is killed
+when its control socket is closed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any
 
 START_S = 60.0  # for the server to preload its modules, and to fork on a busy machine
@@ -52,15 +54,12 @@ class Child:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Returns the exit status. Raises TimeoutError, and ForkServerError if the server ended."""
+        if self.returncode is None and self.control.fileno() >= 0:  # closed once the server is known to have ended
+            self.control.settimeout(timeout_s)
+            self.returncode = _receive_number(self.control)
+            self.control.close()
         if self.returncode is None:
-            status = None
-            if self.control.fileno() >= 0:  # closed once it was found that the server has ended
-                self.control.settimeout(timeout_s)
-                status = _receive_number(self.control)
-                self.control.close()
-            if status is None:
-                raise ForkServerError(f"the fork server ended while process {self.pid} ran")
-            self.returncode = status
+            raise ForkServerError(f"the fork server ended while process {self.pid} ran")
         return self.returncode
 
     def kill(self) -> int:
@@ -84,8 +83,7 @@ class ForkServer:
     def start(self, target: str, spec: Any, descriptors: Sequence[int] = ()) -> Child:
         """Runs ``function(spec, *descriptors)`` in a forked child; `target` is "module:function", `spec` is pickled.
 
-        The function's result is the exit status (None: 0); 1 if it raises. The caller keeps its own descriptors open.
-        Raises ForkServerError.
+        The exit status is the function's result (None: 0), or 1 if it raises. Raises ForkServerError.
         """
         assert len(descriptors) < MAX_DESCRIPTORS
         job = pickle.dumps((target, spec))
@@ -94,15 +92,13 @@ class ForkServer:
             control.settimeout(START_S)
             pid, requests = None, None
             try:
-                with server_end, self.lock:
+                with server_end, self.lock, suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
                     requests = self._running()
                     socket.send_fds(requests, [b"job"], [server_end.fileno(), *descriptors])
                 if (pid := _receive_number(control)) is not None and pid > 0:
                     with suppress(BrokenPipeError, ConnectionResetError):  # it was killed; `wait` reports how
                         control.sendall(NUMBER.pack(len(job)) + job)
                     return Child(pid, control)
-            except (BrokenPipeError, ConnectionResetError):  # the server has ended
-                pass
             except TimeoutError:
                 raise ForkServerError(f"the fork server did not fork within {START_S:.0f} s") from None
             finally:
@@ -202,15 +198,14 @@ class _Server:
             pid = -(error.errno or 1)
         for descriptor in descriptors:
             os.close(descriptor)
+        _send_number(control, pid)
         if pid < 0:
-            _send_number(control, pid)
             os.close(control)
             return
         child = os.pidfd_open(pid)
         self.controls[control], self.children[child] = pid, (pid, control)
         self.poll.register(child, select.POLLIN)
         self.poll.register(control, select.POLLRDHUP)
-        _send_number(control, pid)
 
     def _kill(self, control: int) -> None:
         """The caller closed the control socket. The child is reaped as any other."""
@@ -245,26 +240,17 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             return
-        first = 3
-        for kept in sorted((control, *descriptors)):
-            os.closerange(first, kept)
-            first = kept + 1
-        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+        for below, above in pairwise([2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(below + 1, above)
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
             target, spec = pickle.loads(stream.read(size))  # from the caller; the child cannot write to it
-        status = load(target)(spec, *descriptors) or 0
+        status = resolve_name(target)(spec, *descriptors) or 0
     except BaseException:  # noqa: BLE001 (nothing may return into the server's loop)
         with suppress(BaseException):
             traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def load(target: str) -> Callable[..., Any]:
-    """The function named "module:function"."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def main() -> None:
@@ -278,7 +264,7 @@ def main() -> None:
     try:
         for name in modules:
             if ":" in name:
-                load(name)()
+                resolve_name(name)()
             else:
                 importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 (a module may raise anything)

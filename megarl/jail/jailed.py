@@ -1,13 +1,13 @@
 """Runs untrusted code after irrevocably dropping every right that it must not have.
 
-`megarl.jail.sandbox` asks a fork server (fork_server.py) for a process that runs `run`; only the standard library:
+The sandbox asks a fork server for a process that runs `run`; only the standard library:
 
     source, requests are read --> drop_rights() --> the code runs (untrusted.py)
 
 Dropped for every thread: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the rlimits; all
-files outside Python's own and the folder (filesystem.py); all system calls but those that Python needs (syscalls.py):
-no sockets but pairs of streams, no processes, no signals to others. A forbidden process, socket or signal ends the
-process with SIGSYS; a forbidden file raises PermissionError. Files can be created in the folder, subfolders cannot.
+files outside Python's own and the folder (filesystem.py), which raise PermissionError; system calls that Python does
+not need (syscalls.py): a new process, a socket (unless a pair of streams) or a signal to others ends it with SIGSYS.
+Files can be created in the folder, subfolders cannot.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ MAX_THREADS = 64
 REAL_USERS = 0x70000000  # plus the process id: a real user id that no other process has
 
 
-def set_rlimits(spec: dict[str, Any], max_threads: int | None) -> None:
+def set_rlimits(spec: dict[str, Any], is_counted: bool) -> None:
     limits = {"AS": spec["memory_bytes"], "CPU": spec["cpu_s"], "FSIZE": spec["disk_bytes"], "NOFILE": 64}
-    limits |= {"CORE": 0, "MEMLOCK": 0}
-    limits |= {} if max_threads is None else {"NPROC": max_threads}
+    limits |= {"CORE": 0, "MEMLOCK": 0} | ({"NPROC": MAX_THREADS} if is_counted else {})
     for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -50,9 +49,9 @@ def die_with(parent: int) -> None:
 
 
 def separate_user() -> bool:
-    """Give this process a real user id of its own, so that RLIMIT_NPROC counts its threads; it never counts root's.
+    """Give this process a real user id of its own, so that RLIMIT_NPROC counts its threads; root's are never counted.
 
-    Files are accessed by the effective user id, which stays. Returns False without root.
+    The effective user id, which decides access to files, stays. Returns False without root.
     """
     with suppress(OSError):
         os.setresuid(REAL_USERS + os.getpid(), -1, -1)
@@ -63,8 +62,8 @@ def separate_user() -> bool:
 def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     """Apply every limit, in the required order. Returns the limits that this machine lacks, each with its error.
 
-    `spec` has `folder`, which is empty afterwards and the current folder (os.devnull: there is none); `readable` paths;
-    `memory_bytes`, `cpu_s`, `disk_bytes`. The process must have one thread.
+    `spec` has `folder`, afterwards the empty current folder, `readable` paths, `memory_bytes`, `cpu_s`, `disk_bytes`.
+    The process must have one thread.
     """
     missing, parent = {}, os.getppid()
 
@@ -78,11 +77,11 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
     with suppress(OSError):  # Landlock confines the code without it
         is_counted |= enter_mount_namespace()
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
-    os.chdir(spec["folder"] if os.path.isdir(spec["folder"]) else "/")
+    os.chdir(spec["folder"])
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
     attempt("capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))))  # to none
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
-    attempt("memory, time, sizes (rlimits)", set_rlimits, spec, MAX_THREADS if is_counted else None)
+    attempt("memory, time, sizes (rlimits)", set_rlimits, spec, is_counted)
     attempt("kill with the parent (pdeathsig)", die_with, parent)
     attempt("network and processes (seccomp)", lambda: install(filter_rows()))
     if "network and processes (seccomp)" in missing:  # no processes, no threads

@@ -2,9 +2,8 @@
 
     items --batches--> child of a fork server: judge = factory(context); drop_rights(); a line per item --> Verdicts
 
-A text is data to its judge, and what it does to the judge stays in the child. If it raises an error, never ends, or
-fills the memory, it is worth 0, and the texts after it are judged by a new child. A judge that cannot start is not the
-text's fault: it has no value.
+A text that makes its judge raise an error, never end or fill the memory is worth 0, and the texts after it are judged
+by a new child. If a judge cannot start, which is not the text's fault, there is no value.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from megarl.jail.fork_server import Child, ForkServer, ForkServerError, load
+from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import drop_rights
 from megarl.jail.sandbox import BY_SIGNAL, SYSTEM
 
@@ -52,10 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class JudgePool:
-    """Judges from any thread. `factory` is "module:function"; ``factory(context)`` returns the judge.
-
-    ``judge(*item)`` returns a float, or a Verdict with a value.
-    """
+    """Judges made by ``factory(context)``, "module:function"; ``judge(*item)`` is a float or a Verdict with a value."""
 
     factory: str
     server: ForkServer
@@ -80,58 +77,50 @@ class JudgePool:
         verdicts: list[Verdict] = []
         try:
             while len(verdicts) < len(items):
-                run = _Run(self.server, (self.factory, context, items[len(verdicts) :], timeout_s))
-                verdicts += run.verdicts()
+                verdicts += _judge_in_child(self.server, (self.factory, context, items[len(verdicts) :], timeout_s))
         except (ForkServerError, OSError) as error:
             verdicts += [Verdict(None, "no_judge", str(error))] * (len(items) - len(verdicts))
         return verdicts
 
 
-@dataclass
-class _Run:
-    """One child, on all items or up to the first that ends it."""
-
-    server: ForkServer
-    spec: Spec
-    is_late: bool = False
-    lines: list[str] = field(default_factory=list)
-
-    def verdicts(self) -> list[Verdict]:
-        """At least one verdict. Raises ForkServerError if the child made no judge."""
-        reader, writer = os.pipe()
-        folder = tempfile.mkdtemp(prefix="megarl-judge-")
+def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
+    """Verdicts on all items, or up to the first that ends the child. Raises ForkServerError if it made no judge."""
+    factory, _, items, timeout_s = spec
+    reader, writer = os.pipe()
+    folder = tempfile.mkdtemp(prefix="megarl-judge-")
+    try:
         try:
-            try:
-                child = self.server.start("megarl.jail.judging:serve", (self.spec, folder), [writer])
-            finally:
-                os.close(writer)
-            status = self._read(child, reader)
+            child = server.start("megarl.jail.judging:serve", (spec, folder), [writer])
         finally:
-            os.close(reader)
-            shutil.rmtree(folder, ignore_errors=True)
-        if self.lines[:1] != [READY]:
-            detail = self.lines[0] if self.lines else "too late" if self.is_late else f"exit status {status}"
-            raise ForkServerError(f"the judge {self.spec[0]} did not start: {detail}")
-        verdicts = [_parse(line) for line in self.lines[1 : len(self.spec[2]) + 1]]
-        if len(verdicts) < len(self.spec[2]):
-            cause = "timeout" if self.is_late else KINDS.get(-status, "crashed")
-            limit = f" of {self.spec[3]:g} CPU seconds" if cause == "timeout" else ""
-            verdicts.append(Verdict(0.0, cause, f"its judge ended with status {status}{limit}"))
-        return verdicts
+            os.close(writer)
+        lines, status, is_late = _read_lines(child, reader, timeout_s)
+    finally:
+        os.close(reader)
+        shutil.rmtree(folder, ignore_errors=True)
+    if lines[:1] != [READY]:
+        detail = lines[0] if lines else "too late" if is_late else f"exit status {status}"
+        raise ForkServerError(f"the judge {factory} did not start: {detail}")
+    verdicts = [_parse(line) for line in lines[1 : len(items) + 1]]
+    if len(verdicts) < len(items):
+        cause = "timeout" if is_late else KINDS.get(-status, "crashed")
+        limit = f" of {timeout_s:g} CPU seconds" if cause == "timeout" else ""
+        verdicts.append(Verdict(0.0, cause, f"its judge ended with status {status}{limit}"))
+    return verdicts
 
-    def _read(self, child: Child, reader: int) -> int:
-        """Reads lines until the child ends, or is killed because a line takes too long. Returns its exit status."""
-        poll, partial, deadline = select.poll(), b"", time.monotonic() + START_S
-        poll.register(reader, select.POLLIN)
-        while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            if not (data := os.read(reader, 1 << 16)):
-                return child.wait(START_S)
-            *lines, partial = (partial + data).split(b"\n")
-            self.lines += [line.decode("utf-8", "replace") for line in lines]
-            if lines:
-                deadline = time.monotonic() + self.spec[3] + BUSY_S
-        self.is_late = True
-        return child.kill()
+
+def _read_lines(child: Child, reader: int, timeout_s: float) -> tuple[list[str], int, bool]:
+    """Returns what the child wrote, its exit status, and whether it was killed because a line took too long."""
+    poll, written, deadline, is_late = select.poll(), bytearray(), time.monotonic() + START_S, True
+    poll.register(reader, select.POLLIN)
+    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        if not (data := os.read(reader, 1 << 16)):
+            is_late = False
+            break
+        written += data
+        if b"\n" in data:
+            deadline = time.monotonic() + timeout_s + BUSY_S
+    status = child.kill() if is_late else child.wait(START_S)
+    return written.decode("utf-8", "replace").split("\n")[:-1], status, is_late
 
 
 def _parse(line: str) -> Verdict:
@@ -152,7 +141,7 @@ def serve(job: tuple[Spec, str], out: int) -> None:
     packages = [path for path in sys.path if path.endswith("-packages")]  # some modules are imported late
     limits = {"memory_bytes": MEMORY_BYTES, "cpu_s": math.ceil(timeout_s * len(items)) + 1, "disk_bytes": DISK_BYTES}
     try:
-        judge = load(factory)(context)
+        judge = resolve_name(factory)(context)
         drop_rights({**limits, "folder": folder, "readable": [sys.base_prefix, *packages, *SYSTEM]})
     except Exception as error:  # noqa: BLE001 (told to the caller)
         _write(out, f"{type(error).__name__}: {error}")

@@ -4,9 +4,9 @@
                                <--reply on the standard input-- trainer <-- plain values
     report {"verdict": kind of failure, "why"}
 
-No code or object of the solution is in this process, and no expected value leaves it. What a function of the solution
-returns is plain data. Only classes (names that begin with a capital) give objects: their attributes are read, and
-their methods called, in the solution's jail, and one equals nothing but itself.
+No code or object of the solution is in this process, and no expected value leaves it. The solution's functions return
+plain data; only its classes (capitalised names) give objects, whose attributes are read and whose methods are called in
+the solution's jail. One equals nothing but itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Link:
         self, remote: Remote, do: str, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None, *,
         level: int | None = None, in_place: bool = False,
     ) -> Any:  # fmt: skip
-        """Returns the result, plain data unless `level`, the level of a returned object, is given.
+        """Returns plain data, or with `level` an object of that level.
 
         With `in_place`, lists, dicts and sets among `arguments` become what the solution made of them.
         """
@@ -91,7 +91,7 @@ class Link:
 class Remote:
     """A name or object of the solution; `level` counts the attributes read since the name or the instance.
 
-    What would tell the solution an expected value is not forwarded: comparison, arithmetic, `in`.
+    Comparison, arithmetic and `in` would tell the solution an expected value, so they are not forwarded.
     """
 
     __slots__ = ("_level", "_link", "_target")

@@ -2,10 +2,10 @@
 
     source, input --fork server--> jailed.py (a process of its own) --stdout, report pipe--> Run(kind, output)
 
-Every program runs in one process, which cannot start another, so killing it ends everything. Kinds of failure:
-`timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (used a file, socket, process or signal
-it has no right to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), and `sandbox` (a
-limit could not be set, so the code did not run).
+A program is one process, which cannot start another, so killing it ends everything. Kinds of failure: `timeout`,
+`memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (a file, socket, process or signal it has no right
+to), `syntax`, `exception`, `exited` (before it answered), `crashed` (by a signal), `sandbox` (a limit could not be set,
+so the code did not run).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/
 # SIGKILL: the kernel's OOM killer
 BY_SIGNAL: dict[int, str] = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
-READ_BYTES = 1 << 16
 MALFORMED: dict[str, Any] = {}
 Returned = TypeVar("Returned")
 Steps = Generator[None, None, Returned]
@@ -146,15 +145,14 @@ class JailedProcess:
             return SERVER.start("megarl.jail.jailed:run", spec, (requests, stdout, report))
 
     def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> Steps[str]:
-        """Read until the process ends by itself. Returns the limit it exceeded, for which it must be killed, or "".
+        """Read until the process ends by itself ("") or exceeds a limit, for which it must be killed; returns that.
 
         The first report, before the code runs, starts its `time_s`; the caller of `steps` may prolong them.
         """
         open_streams, poll = {stdout, report}, select.poll()  # select() fails above 1024 open files
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
-        num_seen, self.turn_deadline = 0, min(time.monotonic() + START_S, deadline)
-        next_check = 0.0
+        num_seen, next_check, self.turn_deadline = 0, 0.0, min(time.monotonic() + START_S, deadline)
         disk_bytes = self.limits.disk_bytes + sum(4096 + len(text) for text in self.files.values())
         while True:
             if not open_streams:
@@ -162,7 +160,7 @@ class JailedProcess:
                     process.wait(POLL_S)
                     return ""
             for stream, _ in poll.poll(POLL_S * 1000) if open_streams else ():
-                data = os.read(stream, READ_BYTES)
+                data = os.read(stream, 1 << 16)
                 if not data:
                     open_streams.discard(stream)
                     poll.unregister(stream)
@@ -214,8 +212,8 @@ class JailedProcess:
 def _excess(pid: int, folder: str, disk_bytes: int) -> str:
     """The limit that a process exceeds where the kernel does not enforce it: "threads", "disk" or "".
 
-    Counts what files in the folder take on the disk, and files that are open without a name. Between two checks a
-    process can write files up to RLIMIT_FSIZE times RLIMIT_NOFILE.
+    Counts files in the folder, and open files without a name. Between two checks a process can write up to
+    RLIMIT_FSIZE times RLIMIT_NOFILE.
     """
     with suppress(OSError):
         if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MAX_THREADS:

@@ -108,9 +108,8 @@ class Solution(Session):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
         if "value" not in reply or not is_encoded(reply["value"], with_objects=with_objects):
             return {"raised": ["ValueError"], "text": "the reply is not a value", "kind": "exception"}
-        if not operation.get("in_place") or not isinstance(changed, list) or not is_encoded(changed):
-            return {"value": reply["value"]}
-        return {"value": reply["value"], "arguments": changed}
+        is_changed = operation.get("in_place") and isinstance(changed, list) and is_encoded(changed)
+        return {"value": reply["value"]} | ({"arguments": changed} if is_changed else {})
 
 
 class Tests(Session):

@@ -8,6 +8,7 @@ tests       statements from the standard input (proxies.py)
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import operator
 import os
@@ -22,18 +23,14 @@ from megarl.jail.values import decode, encode, refuse
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
 
 
+KINDS = {MemoryError: "memory", PermissionError: "forbidden", AssertionError: "wrong_answer", SystemExit: "exited"}
+BY_ERRNO = {errno.EXDEV: "forbidden", errno.EFBIG: "disk", errno.ENOSPC: "disk"}  # EXDEV: a link out
+
+
 def failure_kind(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return "memory"
-    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == 18):  # EXDEV: a link out
-        return "forbidden"
-    if isinstance(error, OSError) and error.errno in (27, 28):  # EFBIG, ENOSPC
-        return "disk"
-    if isinstance(error, AssertionError):
-        return "wrong_answer"
-    if isinstance(error, SystemExit):
-        return "exited"
-    return "exception"
+    if isinstance(error, OSError) and error.errno in BY_ERRNO:
+        return BY_ERRNO[error.errno]
+    return next((kind for kinds, kind in KINDS.items() if isinstance(error, kinds)), "exception")
 
 
 def load(source: str, name: str) -> tuple[dict[str, Any], str]:
@@ -79,10 +76,9 @@ def execute(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
         return known
 
     try:
-        arguments = [decode(argument, objects.__getitem__) for argument in request["arguments"]]
-        keywords = {
-            name: decode(argument, objects.__getitem__) for name, argument in request.get("keywords", {}).items()
-        }
+        resolve = objects.__getitem__
+        arguments = [decode(argument, resolve) for argument in request["arguments"]]
+        keywords = {name: decode(argument, resolve) for name, argument in request.get("keywords", {}).items()}
         target = request["target"]
         target = objects[target] if isinstance(target, int) else lookup(target, namespace)
         value = OPERATIONS[request["do"]](target, *arguments, **keywords)
@@ -148,7 +144,6 @@ def main(spec: dict[str, Any], drop_rights: Callable[[dict[str, Any]], dict[str,
     if requests and mode == "tests":
         run_tests(requests, report)
     else:
-        kind = serve(source, requests, report) if requests else run_stdio(source)
-        write(report, {"end": kind})
+        write(report, {"end": serve(source, requests, report) if requests else run_stdio(source)})
     if mode != "stdio":
         os._exit(0)  # in stdio mode Python waits for the program's threads

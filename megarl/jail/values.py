@@ -3,8 +3,7 @@
     1, "a", None, [1, 2]    {"tuple": [...]}, {"dict": [[key, value], ...]}, {"int": hex}, {"bytes": hex}, ...
     {"object": number}      an object that stays in the process of the solution
 
-The trainer passes values on in this form and never decodes one, so that it builds no set or dict of untrusted keys.
-Used inside jails too: standard library only.
+The trainer never decodes one, so that it builds no set or dict of untrusted keys. Standard library only, for jails.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def refuse(value: Any) -> int:
 
 
 def encode(value: Any, refer: Callable[[Any], int] = refuse) -> Any:
-    """Encodes `value`; `refer` numbers the objects that are not plain data, or raises NotPlain.
-
-    Subclasses are encoded as their base: a namedtuple as a tuple, a Counter as a dict. A deque or array is a list.
-    """
+    """Encodes `value`, a subclass as its base; `refer` numbers what is not plain data, or raises NotPlain."""
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, str):

@@ -67,10 +67,7 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
 
 
 def check_problems(rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]) -> Iterator[str]:
-    """Yields which problems a reward cannot score, whatever the response; reads the first 1,000 of a source.
-
-    Raises ValueError if a reward can score none of them.
-    """
+    """Yields which of a source's first 1,000 problems a reward cannot score. Raises ValueError if it can score none."""
     checks = [(reward.name, reward.check) for reward in rewards if reward.check]
     for source in load() if checks else ():
         problems = [source.problem(index) for index in range(min(source.size or 1, MAX_CHECKED))]

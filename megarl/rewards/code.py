@@ -5,9 +5,9 @@
                                                       tests' jail (Python), which reports a verdict per test
 
 The solution never shares a process with an expected result or with what decides. A program that fails scores 0 (or the
-share of tests it passed), and the kind of its first failure is counted, for example reward/code/timeout: the kinds of
-jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not the program's fault drop the sample: `sandbox`,
-`bad_tests`, `unjudgeable` (the program would decide its own verdict), `not_run` (never started, as no time was left).
+share of tests it passed), and its first failure is counted as reward/code/<kind>: those of jail/sandbox.py,
+`wrong_answer` and `no_code`. Failures that are not its fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable` (it
+would decide its own verdict), `not_run` (no time was left to start it).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
 from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
@@ -43,7 +43,7 @@ class CodeOptions(Section):
     disk_mb: PositiveInt = 16
     output_kb: PositiveInt = 1024
     concurrency: PositiveInt = 8  # samples run in parallel
-    total_s: float = Field(default=600.0, gt=0)  # of all samples of a step together
+    total_s: PositiveFloat = 600.0  # of all samples of a step together
 
 
 def make_code(reward: Reward) -> BatchReward:

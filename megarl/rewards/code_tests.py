@@ -60,10 +60,7 @@ class ProblemTests:
 
 
 def read_tests(raw: Any, name: str | None = None) -> ProblemTests:
-    """Parses tests of any known format; `name` is the function to call if the tests name none.
-
-    Raises ValueError, and Unjudgeable where the solution would decide its own verdict.
-    """
+    """Parses tests of any known format; `name`: the function, if they name none. Raises ValueError, and Unjudgeable."""
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)
@@ -147,10 +144,8 @@ def _big(digits: str) -> int | None:
 
 def same_output(actual: str, expected: str) -> bool:
     """Compares texts word by word on each line, floats by value, ignoring trailing white space."""
-    lines, expected_lines = ([line.split() for line in text.rstrip().split("\n")] for text in (actual, expected))
-    return [*map(len, lines)] == [*map(len, expected_lines)] and all(
-        map(_same_word, chain(*lines), chain(*expected_lines))
-    )
+    lines, known = ([line.split() for line in text.rstrip().split("\n")] for text in (actual, expected))
+    return [*map(len, lines)] == [*map(len, known)] and all(map(_same_word, chain(*lines), chain(*known)))
 
 
 def _same_word(actual: str, expected: str) -> bool:

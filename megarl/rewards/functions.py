@@ -1,10 +1,9 @@
 """Functions as rewards.
 
-``f(prompt, response, answer, final_answer, tokens, finish, **extra) -> float``: `prompt` and `response` are texts,
-`answer` is the reference, `final_answer` the part of the response to compare with it (None if there is nothing at the
-place `task.answer`), `tokens` the response's ids, `finish` is stop or length, and `extra` holds the reward's options
-and the problem's other fields (among them a function `score`, if the task judges answers itself). A function may leave
-out any argument.
+``f(prompt, response, answer, final_answer, tokens, finish, **extra) -> float``: `answer` is the reference,
+`final_answer` the part of the response to compare with it (None if there is nothing at the place `task.answer`),
+`tokens` the response's ids, `finish` stop or length, and `extra` the reward's options and the problem's other fields
+(among them a function `score`, if the task judges answers itself). A function may leave out any argument.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_option
 from megarl.rewards.time_limit import call_with_time_limit
@@ -31,9 +30,7 @@ class FunctionReward:
     timeout_s: float  # of one call
 
     @classmethod
-    def of(
-        cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float
-    ) -> FunctionReward:
+    def of(cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float) -> Self:
         """Raises ValueError, naming the reward `name`, for an option that the function does not take."""
         try:
             parameters = inspect.signature(function).parameters.values()

@@ -2,8 +2,8 @@
 
     Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)--> Score --> Sample.reward
 
-A score without a value drops its sample, because the reward failed, not the policy. A score with a value and a cause
-is trained on: the policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
+A score without a value drops its sample, because the reward failed. One with a value and a cause is trained on: the
+policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ScoreError(Exception):
 class BatchReward:
     """One reward of a config. Calling it scores a batch in order and never raises.
 
-    `total_s` is the number of seconds for which the scorer waits; the reward then runs on a separate thread. None: it
-    runs on the calling thread, and limits the time of each sample itself.
+    It runs on a separate thread, for which the scorer waits `total_s` seconds. None: it runs on the calling thread, and
+    limits the time of each sample itself.
     """
 
     name: str
@@ -87,10 +87,7 @@ class BatchReward:
 
 
 def try_score(score: Callable[..., Score], *args: Any) -> Score:
-    """Returns ``score(*args)``, or a score without a value for any error, so that no reward can end the run.
-
-    A ScoreError among the arguments is treated as if it had been raised.
-    """
+    """Returns ``score(*args)``, or for any error, a ScoreError among `args` included, a score without a value."""
     try:
         if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):
             raise error

@@ -5,11 +5,10 @@
     template with {prompt}, {response}, {answer}, {tag}
         --POST <url>/chat/completions, temperature 0--> text --parse--> score
 
-A response may contain a verdict, and a judge may quote it. Therefore only what directly follows VERDICT-{tag} in the
-judge's text counts, where the tag is a hash of the response, which no response can contain. `parse` reads there `json`,
-the field `field` of an object; `number`; or `regex`, group 1 of `pattern`. A text without a verdict or with several
-different ones (`unparsed`), a score outside `range` (`out_of_range`) and a failed request (remote.py lists the causes)
-drop the sample.
+A response may contain a verdict, and a judge may quote it. So only what directly follows VERDICT-{tag} in the judge's
+text counts, where the tag is a hash of the response, which no response can contain. `parse` reads there `json`, the
+field `field` of an object; `number`; or `regex`, group 1 of `pattern`. No verdict or several different ones
+(`unparsed`), a score outside `range` (`out_of_range`) and a failed request (remote.py) drop the sample.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from megarl.config.schema import Reward
+from megarl.config.section import Pattern, Reward
 from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
@@ -54,7 +53,7 @@ class JudgeOptions(HttpOptions):
     template: str = TEMPLATE
     parse: Literal["json", "number", "regex"] = "json"
     field: str = "score"  # with parse: json
-    pattern: str = ""  # with parse: regex
+    pattern: Pattern = ""  # with parse: regex
     range: tuple[float, float] = (0.0, 1.0)
     max_tokens: PositiveInt = 1024
     timeout_s: PositiveFloat = 120.0
@@ -66,17 +65,13 @@ class JudgeOptions(HttpOptions):
             raise ValueError("template lacks {response}, so the judge would not see it; add it")
         if MARK + "{tag}" not in self.template:
             raise ValueError(
-                f"template lacks {MARK}{{tag}}, which responses cannot forge; ask for it before the verdict"
+                f"template lacks {MARK}{{tag}}, which no response can forge; ask for it before the verdict"
             )
         if self.range[0] >= self.range[1]:
             raise ValueError(f"range={list(self.range)} is empty; write [lowest, highest]")
         if (self.parse == "regex") != bool(self.pattern):
             raise ValueError(f"parse={self.parse!r}, pattern={self.pattern!r}; pattern and parse: regex go together")
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
-        if self.pattern and not groups:
+        if self.pattern and not re.compile(self.pattern).groups:
             raise ValueError(f"pattern={self.pattern!r} has no group; put the number in parentheses")
         return self
 
@@ -142,8 +137,7 @@ def parse_score(text: str, tag: str, rule: str, *, field: str = "score", pattern
     elif rule == "number":
         verdicts = _numbers(NUMBER, parts)
     else:
-        verdicts = [_object(part).get(field) for part in parts]
-    verdicts = [verdict for verdict in verdicts if verdict is not None]
+        verdicts = [verdict for part in parts if (verdict := _object(part).get(field)) is not None]
     return verdicts[0] if verdicts and verdicts.count(verdicts[0]) == len(verdicts) else None
 
 
@@ -156,14 +150,10 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _numbers(pattern: str | re.Pattern[str], parts: Sequence[str]) -> list[float | None]:
-    """The number in group 1 of `pattern`, or in all of a pattern without groups, at the start of each part."""
-    matches = [re.match(pattern, part) for part in parts]
-    return [_float(match[1] if match.re.groups else match[0]) if match else None for match in matches]
-
-
-def _float(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+def _numbers(pattern: str | re.Pattern[str], parts: Sequence[str]) -> list[float]:
+    """The numbers in group 1 of `pattern`, or in all of a pattern without groups, at the start of the parts."""
+    numbers = []
+    for match in filter(None, (re.match(pattern, part) for part in parts)):
+        with suppress(TypeError, ValueError):  # the group is not part of the match, or no number
+            numbers.append(float(match[1 if match.re.groups else 0]))
+    return numbers

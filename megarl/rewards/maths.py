@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 MAX_CHARS = 2000  # longer answers are only compared as text
 NUMBER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.([0-9]*))?\.?")
@@ -107,7 +108,6 @@ def is_mathematics(answer: str) -> bool:
 
 def _is_comparable(text: str, answer: str) -> bool:
     """Whether math-verify can be trusted with a text."""
-    ours, theirs = _words(text), _words(answer)
     return (
         _is_balanced(text)
         and not set(PLAIN.sub("", text)) - set(answer)
@@ -115,7 +115,7 @@ def _is_comparable(text: str, answer: str) -> bool:
         and not (SPACED.search(text) or SUBSCRIPTED.search(text))
         and HIDDEN.findall(text) == HIDDEN.findall(answer)
         and ("," not in answer or _opening(text) in ("", _opening(answer)))  # {1, 2} is not (1, 2)
-        and (ours == theirs or not (ours or _has_letters(text)) or not (theirs or _has_letters(answer)))
+        and (_words(text) == _words(answer) or not (_has_letters(text) and _has_letters(answer)))
     )
 
 
@@ -129,12 +129,9 @@ def _commands(text: str) -> set[str]:
 
 
 def _is_balanced(text: str) -> bool:
-    depth = 0
-    for brace in re.findall(r"[{}]", COMMAND.sub("", text)):
-        depth += 1 if brace == "{" else -1
-        if depth < 0:
-            return False
-    return depth == 0
+    braces = re.findall(r"[{}]", COMMAND.sub("", text))
+    depths = [*accumulate((1 if brace == "{" else -1 for brace in braces), initial=0)]
+    return min(depths) == 0 == depths[-1]
 
 
 def _words(text: str) -> Counter[str]:

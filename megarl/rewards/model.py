@@ -4,11 +4,10 @@
 
     rewards: [{name: model, weight: 1.0, options: {path: FOLDER}}, {name: format, weight: 0.1}]
 
-`path` is a folder that stage reward_model exported, or a sequence classifier with one label; its tokenizer must be the
-policy's. The scorer of a replica leaves this reward out; its scores are added once the samples are on every rank. A
-process reward model scores each step of a response at its last token, for `algorithm.advantage: grpo_process`; the
-steps are those of the reward `process` (process.py). A model with another tokenizer, or on other machines, is a server:
-`megarl serve-reward FOLDER`.
+`path` is a folder that stage reward_model exported, or a sequence classifier with one label, with the policy's
+tokenizer. The scorer of a replica leaves this reward out; its scores are added once the samples are on every rank. A
+process reward model scores the steps of a response (process.py) at their last tokens, for `algorithm.advantage:
+grpo_process`. A model with another tokenizer, or on other machines, is a server: `megarl serve-reward FOLDER`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megarl.types import Sample, TokenBatch
 
 @dataclass(frozen=True)
 class ModelReward:
-    """Adds a model's scores to samples. Every rank calls it with the same samples, and gets the same result.
+    """Adds a model's scores to samples, which are the same on every rank.
 
     `score` returns the score of each row [N], or with `is_process` of each position [T] that is True in its mask.
     """

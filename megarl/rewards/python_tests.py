@@ -3,8 +3,8 @@
     texts --flatten check and test_--> prologue (uses nothing of the solution), tests (an assertion each, at the best)
           --names that the tests use and do not define--> proxies of the solution in the tests' jail
 
-Tests whose verdict only the solution's process could reach are refused: both sides of a comparison come from it, or
-they need its classes as types, or other functions of it than the named one.
+Tests are refused if only the solution's process could reach their verdict: both sides of a comparison come from it, or
+they need its classes as types, or functions of it other than the named one.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def _read(texts: tuple[str, ...], entry: str | None) -> Script:
     module = ast.Module(body, [])
     names, errors, imports = _solution_names(module, entry)
     _check_judgeable(module, names, errors, entry)
-    _MarkInPlace(names).visit(module)
+    _mark_in_place(module, names)
     ast.fix_missing_locations(module)
     return _split(module.body, imports, names, errors)
 
 
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
     """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
-    functions = {item.name: item for item in body if isinstance(item, ast.FunctionDef)}
-    functions = {name: item for name, item in functions.items() if name == "check" or name.startswith("test_")}
+    definitions = [item for item in body if isinstance(item, ast.FunctionDef)]
+    functions = {item.name: item for item in definitions if item.name == "check" or item.name.startswith("test_")}
     inlined = {
         name
         for name, item in functions.items()
@@ -119,8 +119,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     free = _free_names(module)
     owners = [node.value for node in ast.walk(module) if isinstance(node, ast.Attribute)]
     modules = {owner.id for owner in owners if isinstance(owner, ast.Name)}
-    root = ast.walk(ast.parse(entry, mode="eval")) if entry else ()
-    entries = {node.id for node in root if isinstance(node, ast.Name)} & free
+    entries = _names(ast.parse(entry)) & free if entry else set[str]()
     imports = [f"import {name}" for name in free & modules & sys.stdlib_module_names]
     imports += [IMPORTS[name] for name in free & IMPORTS.keys() - entries]
     known = sys.stdlib_module_names & modules | IMPORTS.keys() - entries
@@ -128,7 +127,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     errors = set()
     for node in ast.walk(module):
         expected = node.type if isinstance(node, ast.ExceptHandler) else None
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in RAISES:
+        if isinstance(node, ast.Call) and node.args and _called(node) in RAISES:
             expected = node.args[0]
         errors |= _names(expected) & names if expected else set()
     return (names - errors) or _shadowed(module, free), errors, imports
@@ -162,22 +161,25 @@ def _shadowed(module: ast.Module, free: set[str]) -> set[str]:
     return names
 
 
+def _called(node: ast.AST) -> str:
+    """The name of a called function or method; empty if the node is no call."""
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+
+
 def _names(node: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
 def _check_judgeable(module: ast.Module, names: set[str], errors: set[str], entry: str | None) -> None:
     if entry and (others := names - _names(ast.parse(entry)) - {"Solution"}):
-        raise Unjudgeable(
-            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it to them"
-        )
+        raise Unjudgeable(f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it")
     names = names | {"candidate"} if any("candidate" in _names(item) for item in module.body) else names
     for node in ast.walk(module):
         sides: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = _called(node)
             if called.startswith("assert") and called not in RAISES:
                 sides = node.args[:2] if len(node.args) > 1 else []
             if called in ("isinstance", "issubclass") and len(node.args) == 2 and _names(node.args[1]) & names:
@@ -188,19 +190,14 @@ def _check_judgeable(module: ast.Module, names: set[str], errors: set[str], entr
             raise Unjudgeable(f"{ast.unparse(node)[:80]}: both sides are the solution's")
 
 
-class _MarkInPlace(ast.NodeTransformer):
+def _mark_in_place(module: ast.Module, names: set[str]) -> None:
     """Marks calls whose result is not used, as of a function that sorts its argument."""
-
-    def __init__(self, names: set[str]) -> None:
-        self.names = names | {"candidate"}
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
-        call = node.value
-        if not isinstance(call, ast.Call) or not _names(call.func) & self.names:
-            return node
+    for node in ast.walk(module):
+        call = node.value if isinstance(node, ast.Expr) else None
+        if not isinstance(call, ast.Call) or not _names(call.func) & {*names, "candidate"}:
+            continue
         if isinstance(call.func, ast.Name) or ast.unparse(call.func).startswith("Solution()."):
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
-        return node
 
 
 def _asserts(statement: ast.stmt) -> bool:
@@ -208,9 +205,7 @@ def _asserts(statement: ast.stmt) -> bool:
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
         return False
     nodes = list(ast.walk(statement))
-    is_raises = isinstance(statement, ast.With) and any(
-        isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in RAISES for node in nodes
-    )
+    is_raises = isinstance(statement, ast.With) and any(_called(node) in RAISES for node in nodes)
     return is_raises or any(isinstance(node, ast.Assert) for node in nodes)
 
 

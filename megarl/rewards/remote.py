@@ -11,21 +11,21 @@
     HTTP/1.1 200 OK
     {"scores": [{"id": "17/0", "score": 1.0}]}
 
-The answer has one entry per sample, matched by id, in any order. `score` is a finite number; for a sample that the
-server cannot score the entry is {"id": ..., "error": "reason"}. For process rewards a sample has `steps`, a list of
-texts, and its entry `steps`, as many numbers. `extra` holds the problem's other fields, if JSON can represent them.
-With the option `tokens: true`, `tokens` are the ids of prompt and response, which `megarl serve-reward` then scores;
-the first `prompt_length` are the prompt's.
+The answer has one entry per sample, in any order. `score` is a finite number; the entry of a sample that the server
+cannot score is {"id": ..., "error": "reason"}. For process rewards a sample has `steps`, a list of texts, and its entry
+`steps`, as many numbers. `extra` holds those of the problem's other fields that JSON can represent. With the option
+`tokens: true`, `tokens` are the ids of prompt and response, which `megarl serve-reward` then scores; the first
+`prompt_length` are the prompt's.
 
-Certificates of https servers are always verified, against those of the file SSL_CERT_FILE or else of certifi. Proxies
-in the environment are not used. Secrets belong into the variables that `headers_env` names; URLs with one are refused,
-and a server's text is quoted in logs without them.
+Certificates of https servers are always verified, against SSL_CERT_FILE or else certifi; proxies in the environment are
+not used. Secrets belong into the variables that `headers_env` names: URLs with one are refused, and a server's text is
+logged without them.
 
-Connections that fail or break, 5xx and 429 (after its Retry-After) are retried, with growing random pauses. Requests
+Connections that fail or break, 5xx and 429 (after its Retry-After) are retried after growing random pauses; requests
 that exceed `timeout_s`, other statuses and malformed answers are not. A sample without a score is dropped and counted
-as reward/<url>/<cause>; it does not score 0. Causes for a whole request: no_connection, broken, timeout,
-http_<status>, too_large, not_json, bad_answer, unknown_id (an id that was not sent casts doubt on the others); for one
-sample: missing_id, duplicate_id, not_a_number, nan, error.
+as reward/<url>/<cause>. Causes for a whole request: no_connection, broken, timeout, http_<status>, too_large, not_json,
+bad_answer, unknown_id (an id that was not sent casts doubt on the others); for one sample: missing_id, duplicate_id,
+not_a_number, nan, error.
 """
 
 from __future__ import annotations
@@ -139,9 +139,18 @@ class HttpClient:
             timeout=timeout, limits=limits, headers=dict(self.headers), verify=self.certificates, trust_env=False
         )
         failed: list[_Retryable] = []  # the failure of the last attempt; empty after one that succeeded
+
+        async def one(payload: Any, read: Read) -> Any:
+            async with slots:
+                try:
+                    return read(await self._with_retries(client, failed, json.dumps(payload).encode()))
+                except ScoreError as error:
+                    return error
+                except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
+                    return ScoreError("error", f"{self.url}: {type(error).__name__}: {self.quote(error)}")
+
         async with client:
-            jobs = zip(payloads, reads, strict=True)
-            tasks = [asyncio.create_task(self._one(client, slots, failed, *job)) for job in jobs]
+            tasks = [asyncio.create_task(one(*job)) for job in zip(payloads, reads, strict=True)]
             _, late = await asyncio.wait(tasks, timeout=options.total_s)
             for task in late:
                 task.cancel()
@@ -151,17 +160,6 @@ class HttpClient:
             cause, detail = failed[0].cause, f"{failed[0]} after retries for total_s={options.total_s}"
         out_of_time = ScoreError(cause, detail)
         return [out_of_time if task in late else task.result() for task in tasks]
-
-    async def _one(
-        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, failed: list[_Retryable], payload: Any, read: Read
-    ) -> Any:
-        async with slots:
-            try:
-                return read(await self._with_retries(client, failed, json.dumps(payload).encode()))
-            except ScoreError as error:
-                return error
-            except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
-                return ScoreError("error", f"{self.url}: {type(error).__name__}: {self.quote(error)}")
 
     async def _with_retries(self, client: httpx.AsyncClient, failed: list[_Retryable], body: bytes) -> Any:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Idempotency-Key": uuid4().hex}
@@ -233,11 +231,11 @@ def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_s
 
 def request_row(request: ScoreRequest, *, tokens: bool = False) -> dict[str, Any]:
     """Returns a request as a JSON object, without the problem's fields that JSON cannot represent."""
-    fields = ("id", "prompt", "response", "answer", "finish")
-    extra = {str(key): value for key, value in request.extra.items() if _is_json(value)}
-    ids = {"tokens": [*request.prompt_tokens, *request.tokens], "prompt_length": len(request.prompt_tokens)}
-    ids = ids if tokens else {}
-    return {**{name: getattr(request, name) for name in fields}, "extra": extra, **ids}
+    row = {name: getattr(request, name) for name in ("id", "prompt", "response", "answer", "finish")}
+    row["extra"] = {str(key): value for key, value in request.extra.items() if _is_json(value)}
+    if tokens:
+        row |= {"tokens": [*request.prompt_tokens, *request.tokens], "prompt_length": len(request.prompt_tokens)}
+    return row
 
 
 def _is_json(value: Any) -> bool:
@@ -249,9 +247,9 @@ def _is_json(value: Any) -> bool:
 
 def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str) -> dict[str, Any]:
     url = client.url
+    entries = answer.get("scores") if isinstance(answer, dict) else None
     if isinstance(answer, ScoreError):
         return dict.fromkeys(ids, answer)
-    entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
         detail = f'{url} returned {client.quote(answer, 60)}, not {{"scores": [{{"id": ...}}, ...]}}'
         return dict.fromkeys(ids, ScoreError("bad_answer", detail))
@@ -320,6 +318,5 @@ def _certificates(file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file)
     except OSError as error:  # ssl.SSLError is one
-        raise ValueError(
-            f"rewards: SSL_CERT_FILE={file!r} has no certificates ({error}); correct or unset it"
-        ) from None
+        problem = f"SSL_CERT_FILE={file!r} has no certificates ({error})"
+        raise ValueError(f"rewards: {problem}; correct or unset it") from None

@@ -23,8 +23,8 @@ MATHS = JudgePool.of("megarl.rewards.maths:make_judge", "megarl.rewards.maths:im
 class Accuracy:
     """The result of the task's own judge, or 1 if the final answer equals the reference as text or mathematics.
 
-    A response without a final answer scores 0. So does one whose judge raises an error, runs out of memory, or takes
-    more than `timeout_s` CPU seconds. A `score` that is not callable is a column of the task's file and is ignored.
+    A response scores 0 without a final answer, or if its judge raises an error, runs out of memory, or takes more than
+    `timeout_s` CPU seconds. A `score` that is not callable is a column of the task's file, and is ignored.
     """
 
     timeout_s: float = 10.0

@@ -4,9 +4,9 @@
                            +--> code, servers, judges: on their own threads, while others ------+
                                 are still generated
 
-A score without a value drops the sample: its reward is None and extra["dropped"] has the cause. extra["counted"] has
-the causes of scores with a value (such as 0 for code that never ended). A cause reads `reward/<name>/<cause>`. Only a
-server that no sample could reach, with all retries, stops the run: its state is saved, and it resumes.
+A score without a value drops the sample: its reward is None, and extra["dropped"] is `reward/<name>/<cause>`.
+extra["counted"] has the causes of scores with a value (such as 0 for code that never ended). Only a server that no
+sample could reach, with all retries, stops the run, which can be resumed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ log = logging.getLogger(__name__)
 def make_scorer(
     rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Decode | None = None, answer: AnswerPlace = "auto"
 ) -> Scorer:
-    """Makes the scorer of a config's rewards. Raises ValueError if a reward cannot be resolved.
-
-    `timeout_s` limits one call of a reward function. `decode` (token ids -> text) fills in `Sample.text`; process
-    rewards need it. `answer` is the place of the final answer in a response.
-    """
+    """Makes the scorer of a config's rewards, or raises ValueError; `timeout_s` limits one call of a function."""
     return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode, answer)
 
 
@@ -128,7 +124,12 @@ class Scoring:
         for name, worker in self._workers.items():
             by_row = worker.results(len(self._added), started)
             scores[name] = [by_row[row] for row in order]
-            _check_reachable(name, scores[name])
+            # every sample would be dropped, in the steps to come as well
+            if order and all(score.cause in UNREACHABLE for score in scores[name]):
+                raise CheckFailed(
+                    f"the reward {redact(name)} is gone: {redact(scores[name][0].detail)}; start its server again, and "
+                    "the same command resumes"
+                )
         return [
             self._scorer.scored(self._decoded[row][0], {reward.name: scores[reward.name][place] for reward in rewards})
             for place, row in enumerate(order)
@@ -179,12 +180,3 @@ class _Worker:
             self.scores += self.reward(batch)
             if is_last:
                 return
-
-
-def _check_reachable(name: str, scores: Sequence[Score]) -> None:
-    """Raises CheckFailed if a server has gone: every sample would be dropped, here and in the steps to come."""
-    if scores and all(score.cause in UNREACHABLE for score in scores):
-        raise CheckFailed(
-            f"the reward {redact(name)} is gone: {redact(scores[0].detail)}; start its server again, and the same "
-            "command resumes"
-        )

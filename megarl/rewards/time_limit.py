@@ -3,9 +3,9 @@
 main thread      SIGALRM raises inside the call; the `re` engine and big-integer arithmetic check for signals too
 another thread   a worker process makes the call; its own alarm ends it, even inside C code that holds the GIL
 
-A thread cannot be stopped from outside, and blocks all others while it matches a regular expression, hence the process.
-A function that cannot be pickled (a lambda) runs on a daemon thread, which is abandoned when it is late. C code that
-never checks for signals is not stopped on the main thread.
+A thread cannot be stopped, and blocks all others while it matches a regular expression, hence the process. A function
+that cannot be pickled runs on a daemon thread, which is abandoned when it is late. C code that never checks for signals
+is not stopped on the main thread.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class TimeLimitExceeded(ScoreError):
 
 
 def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-    """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or the function's error.
-
-    In a worker process the function's error becomes a ScoreError with its text.
-    """
+    """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or its error (in a worker, as a ScoreError)."""
     if threading.current_thread() is threading.main_thread():
         try:
             with alarm(timeout_s):
@@ -87,7 +84,16 @@ def _call_in_worker(task: bytes, timeout_s: float) -> Any:
         worker = _start_worker()
     process, connection = worker
     try:
-        status, value = _exchange(worker, task, timeout_s)
+        try:
+            connection.send_bytes(task)
+            if not connection.poll(timeout_s + START_S):
+                raise TimeLimitExceeded(timeout_s)
+            status, value = connection.recv()  # a pickle from our own process, which runs the user's function
+        except (EOFError, OSError):
+            returncode = process.wait(START_S)
+            if returncode == -signal.SIGALRM:
+                raise TimeLimitExceeded(timeout_s) from None
+            raise ScoreError("error", f"its worker process exited with status {returncode}") from None
     except BaseException:
         process.kill()
         process.wait()
@@ -113,25 +119,8 @@ def _start_worker() -> Worker:
     return process, connection
 
 
-def _exchange(worker: Worker, task: bytes, timeout_s: float) -> tuple[str, Any]:
-    process, connection = worker
-    try:
-        connection.send_bytes(task)
-        if not connection.poll(timeout_s + START_S):
-            raise TimeLimitExceeded(timeout_s)
-        return connection.recv()  # a pickle from our own process, which runs the user's function
-    except (EOFError, OSError):
-        status = process.wait(START_S)
-        if status == -signal.SIGALRM:
-            raise TimeLimitExceeded(timeout_s) from None
-        raise ScoreError("error", f"its worker process exited with status {status}") from None
-
-
 def serve(descriptor: int) -> None:
-    """The worker's main loop: makes the calls it receives until the connection closes.
-
-    A call that exceeds its limit ends the process, by the default action of SIGALRM.
-    """
+    """Makes calls until the connection closes. SIGALRM's default action ends the process if one exceeds its limit."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then closes the connection
     with Connection(descriptor) as connection:

@@ -48,8 +48,8 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     names = ("tensor_model_parallel", "expert_tensor_parallel", "context_parallel")
-    groups = (getattr(parallel_state, f"get_{name}_group")() for name in names)
-    return ProcessGroups(*groups, parallel_state.get_amax_reduction_group(with_context_parallel=True))
+    stage: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    return ProcessGroups(*(getattr(parallel_state, f"get_{name}_group")() for name in names), stage)
 
 
 def destroy_parallel() -> None:

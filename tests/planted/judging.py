@@ -14,8 +14,8 @@ JUDGED = [
     ),
     (
         "jail/fork_server.py",
-        'os.closerange(first, os.sysconf("SC_OPEN_MAX"))',
-        "pass",
+        ', os.sysconf("SC_OPEN_MAX")]',
+        "]",
         f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
     ),
     (
@@ -104,8 +104,8 @@ JUDGED = [
     ),
     (
         "data/task_judge.py",
-        'if text != entry["answer"] and not all(',
-        'if text == entry["answer"] and not all(',
+        'is_safe = text == entry["answer"] or all(',
+        'is_safe = text != entry["answer"] or all(',
         f"{JUDGES}::test_an_answer_runs_no_code",
     ),
     (
@@ -116,14 +116,14 @@ JUDGED = [
     ),
     (
         "data/task_judge.py",
-        'Counter(_numbers(tree)) == Counter(problem["numbers"])',
-        'set(_numbers(tree)) == set(problem["numbers"])',
+        'used == Counter(problem["numbers"])',
+        'set(used) == set(problem["numbers"])',
         f"{JUDGES}::test_puzzles_want_exactly_their_numbers_and_their_target",
     ),
     (
         "data/task_judge.py",
-        "all(word in names for word in words)",
-        "all(words)",
+        "and words <= {*map(str, names)}",
+        "",
         f"{JUDGES}::test_names_that_are_not_the_problems_are_refused",
     ),
     (
