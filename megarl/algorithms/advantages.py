@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
+from inspect import getfullargspec
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class _Batch:
 
     rows: Rows
     groups: Groups  # of the rows
-    rewards_T: Tensor  # clean, for estimators of tokens
+    rewards_T: Tensor  # clean where the estimator is one of tokens
     scores_N: Tensor  # fp64
 
 
@@ -72,14 +72,12 @@ def grpo(
 
 def dr_grpo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """Dr. GRPO: A_i = R_i - mean. arXiv 2503.20783; its other half is the aggregation by a constant length."""
-    score_N = batch.scores_N
-    return _with_singletons(batch.groups.centre(score_N), score_N, batch.groups, singleton)
+    return grpo(batch, scale="none", singleton=singleton)
 
 
 def rloo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """RLOO: A_i = R_i - mean of the other rows' R. Ahmadian et al. 2024, arXiv 2402.14740."""
-    score_N = batch.scores_N
-    return _with_singletons(batch.groups.leave_one_out(batch.groups.centre(score_N)), score_N, batch.groups, singleton)
+    return grpo(batch, scale="none", leave_one_out=True, singleton=singleton)
 
 
 def reinforce_pp_baseline(batch: _Batch, *, singleton: str = "raw") -> Tensor:
@@ -184,21 +182,22 @@ def _advantages(
     baseline_N: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    parameters = signature(estimator).parameters
-    own_options = {key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
+    spec = getfullargspec(estimator)
+    needed = spec.args[1:]  # without the batch
     _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
-    scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in own_options}
-    options = {key: x for key, x in options.items() if key in own_options or _NEUTRAL.get(key) != x}
+    scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in spec.kwonlyargs}
+    options = {key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x}
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
-    given = {key: x for key, x in given.items() if key in parameters}
-    inputs = {key: x for key, x in given.items() if x is not None}
-    if missing := [key for key in given if key not in inputs]:
+    inputs = {key: x for key in needed if (x := given[key]) is not None}
+    if missing := [key for key in needed if key not in inputs]:
         raise ValueError(f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it")
 
     dtype, per_row = at_least_fp32(rewards_T.dtype), estimator in _PER_ROW
     limit = torch.finfo(dtype).max / 8
-    batch = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, limit=limit, per_row=per_row, inputs=inputs)
+    if not per_row:  # estimators of tokens read sums of parts of a row
+        inputs["rewards_T"] = rewards_T
+    batch, inputs = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, inputs, limit)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
@@ -213,30 +212,27 @@ def _clean_batch(
     mask_T: Tensor,
     cu_seqlens: Tensor,
     group_N: Tensor,
-    *,
-    limit: float,
-    per_row: bool,
     inputs: dict[str, Tensor],
-) -> _Batch:
-    """The batch on the device of `rewards_T`; cleans `inputs` in place. Rows that hold a NaN, or whose sums could
-    exceed `limit`, are left out."""
+    limit: float,
+) -> tuple[_Batch, dict[str, Tensor]]:
+    """The batch and clean inputs, on the device of `rewards_T`. Rows that hold a NaN, or whose sums could exceed
+    `limit`, are left out."""
     device = rewards_T.device
     rows = Rows.of(mask_T.to(device), cu_seqlens)
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
+    inputs = {key: x.detach().to(device) for key, x in inputs.items()}
     for key, x in inputs.items():
-        inputs[key] = clean(x.detach().to(device), rows.mask_T) if key.endswith("_T") else x.detach().to(device)
-    parts = dict(inputs)
-    if not per_row:  # estimators of tokens read sums of parts of a row
-        rewards_T = parts["rewards_T"] = clean(rewards_T.detach(), rows.mask_T)
-    for key, x in parts.items():
+        if key.endswith("_T"):
+            inputs[key] = x = clean(x, rows.mask_T)
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
         rows = Rows.of(rows.spread(takes_part_N), cu_seqlens)
-        rewards_T, scores_N = clean(rewards_T, rows.mask_T), clean(scores_N, takes_part_N)
-        inputs |= {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
-    return _Batch(rows, Groups.of(group_N.to(device), takes_part_N), rewards_T, scores_N)
+        scores_N = clean(scores_N, takes_part_N)
+        inputs = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
+    rewards_T = inputs.pop("rewards_T", rewards_T)
+    return _Batch(rows, Groups.of(group_N.to(device), takes_part_N), rewards_T, scores_N), inputs
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT
 from megarl.types import ScoredBatch
 
 
@@ -122,9 +123,8 @@ def compare(batch: ScoredBatch) -> Parity:
     worst = int(diff.argmax())
     top = float(diff[worst])
     row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
-    first = torch.ones_like(row_of, dtype=torch.bool)
-    first[1:] = row_of[1:] != row_of[:-1]
-    k3 = torch.expm1(signed.clamp(-20, 20)) - signed.clamp(-20, 20)
+    is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # of its row
+    k3 = KL["k3"](-signed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(signed))
     row = int(row_of[worst])
     return Parity(
         mean=float(diff.mean()),
@@ -132,7 +132,7 @@ def compare(batch: ScoredBatch) -> Parity:
         kl=float(k3.mean()),
         share_off=float((diff > 0.1 * top).double().mean()),
         share_above=float((signed < 0).double().mean()),
-        early=float(diff[first].max()),
+        early=float(diff[is_first].max()),
         row=row,
         position=int((row_of[:worst] == row).sum()),
         trainer=float(trainer[worst]),
@@ -153,8 +153,7 @@ def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
             "the first sampled token of every row agrees and later ones do not, which suggests "
             "wrong positions or a KV cache that was not reset after a weight sync"
         )
-    if parity.share_off < 0.05 and is_moe:
-        return "few tokens are far off and the rest agree, which suggests MoE routing: near-ties broken differently"
     if parity.share_off < 0.05:
-        return "few tokens are far off and the rest agree, which suggests lower-precision kernels"
+        cause = "MoE routing: near-ties broken differently" if is_moe else "lower-precision kernels"
+        return f"few tokens are far off and the rest agree, which suggests {cause}"
     return "most tokens differ, which suggests that the engine's weights are not the trainer's"

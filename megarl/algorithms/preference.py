@@ -8,7 +8,7 @@ N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -93,8 +93,7 @@ def dpo_losses(
     if outputs.entropy_T is not None:
         entropy_R = response_logprobs(outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True)
         values["entropy"] = entropy_R[pairs].mean(1)
-    sums = {name: value_Q.sum() for name, value_Q in values.items()}
-    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+    return pair_losses(loss_Q, values, pairs, rows)
 
 
 def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
@@ -106,10 +105,12 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
     return to_device(places[is_here_P], rows.mask.device), to_device(batch.margins[is_here_P], rows.mask.device)
 
 
-def place_losses(loss_Q: Tensor, pairs: Tensor, rows: MicrobatchRows) -> Tensor:
-    """[M]: the loss of each pair at the last position of its better row, 0 elsewhere."""
+def pair_losses(loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows) -> TokenLosses:
+    """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the pairs."""
     last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
-    return loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
+    loss_M = loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
+    sums = {name: value_Q.sum() for name, value_Q in values.items()}
+    return TokenLosses(loss_M, sums, torch.tensor(len(pairs), device=loss_Q.device))
 
 
 def pair_weights(batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False) -> Tensor:

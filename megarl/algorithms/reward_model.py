@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megarl.algorithms.preference import bradley_terry, local_pairs, place_losses
+from megarl.algorithms.preference import bradley_terry, local_pairs, pair_losses
 from megarl.algorithms.rows import Rows, clean
 from megarl.types import MicrobatchRows, PreferenceBatch, StepBatch, TokenLosses, TokenOutputs
 
@@ -66,10 +66,9 @@ def ranking_losses(
     pairs, margins = local_pairs(batch, rows)
     scores_R = scores(outputs, rows)
     scores_Q2 = scores_R.detach()[pairs]
-    sums = {"accuracy": ranked_right(scores_R.detach(), pairs).sum(), "score/mean": scores_Q2.mean(1).sum()}
-    sums["score/difference"] = (scores_Q2[:, 0] - scores_Q2[:, 1]).sum()
-    loss_Q = bradley_terry(scores_R, pairs, margins, centre=centre)
-    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+    values = {"accuracy": ranked_right(scores_R.detach(), pairs), "score/mean": scores_Q2.mean(1)}
+    values["score/difference"] = scores_Q2[:, 0] - scores_Q2[:, 1]
+    return pair_losses(bradley_terry(scores_R, pairs, margins, centre=centre), values, pairs, rows)
 
 
 def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
