@@ -127,8 +127,8 @@ class Objective:
     def reads_old_logprobs(self) -> bool:
         """Whether something before the update reads the trainer's log-probs."""
         kl = self.algorithm.kl
-        adapts_or_pays = kl.target is not None or kl.where == "reward"
-        return self.selects_tokens or (self.algorithm.needs_reference and adapts_or_pays)
+        is_kl_read = self.algorithm.needs_reference and (kl.where == "reward" or kl.target is not None)
+        return self.selects_tokens or is_kl_read
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
         """[T] fp64: each token's share of the loss of its update."""

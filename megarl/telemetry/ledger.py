@@ -87,9 +87,8 @@ class Ledger:
         self._last = max([self._last, *ids])
         first = min([*self._open, *self._carried, self.stream.state()["position"]])
         self._settled = {number for number in self._settled | ids if number >= first}
-        self._write(
-            "settled", step=step, outcomes={name: _runs(ids) for name, ids in outcomes.items() if ids}, **values
-        )
+        runs = {name: _runs(numbers) for name, numbers in outcomes.items() if numbers}
+        self._write("settled", step=step, outcomes=runs, **values)
         if self._file is not None:
             os.fsync(self._file.fileno())
 
