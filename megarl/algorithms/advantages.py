@@ -3,9 +3,9 @@
     ADVANTAGES[name](rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten, **options)
 
 T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or step rewards.
-`rewards_T` is the reward of each token: an outcome reward lies on the row's last True position, and a KL penalty in
-the reward is already subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32).
-R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its group (samples of one prompt).
+An outcome reward lies on the row's last True position; a KL penalty in the reward is already subtracted. The result
+[T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32). R_i = the score of row i, the sum of its
+rewards; mean and std are over the rows of its group (samples of one prompt).
 
 Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std` ("unbiased" or
 "biased") and `eps`; `singleton` is the advantage of a row alone in its group: "zero", "raw" (its score), or "error".
@@ -31,7 +31,7 @@ from megarl.algorithms.whitening import whiten as whiten_tokens
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What every estimator reads. Rows that are left out have no True position."""
+    """Rows that are left out have no True position."""
 
     rows: Rows
     groups: Groups  # of the rows
@@ -197,7 +197,8 @@ def _advantages(
     limit = torch.finfo(dtype).max / 8
     if not per_row:  # estimators of tokens read sums of parts of a row
         inputs["rewards_T"] = rewards_T
-    batch, inputs = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, inputs, limit)
+    rows = Rows.of(mask_T.to(rewards_T.device), cu_seqlens)
+    batch, inputs = _clean_batch(rewards_T, rows, group_N, inputs, limit)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
@@ -208,31 +209,23 @@ def _advantages(
 
 
 def _clean_batch(
-    rewards_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor,
-    inputs: dict[str, Tensor],
-    limit: float,
+    rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
 ) -> tuple[_Batch, dict[str, Tensor]]:
     """The batch and clean inputs, on the device of `rewards_T`. Rows that hold a NaN, or whose sums could exceed
     `limit`, are left out."""
-    device = rewards_T.device
-    rows = Rows.of(mask_T.to(device), cu_seqlens)
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
-    inputs = {key: x.detach().to(device) for key, x in inputs.items()}
+    inputs = {key: x.detach().to(rewards_T.device) for key, x in inputs.items()}
     for key, x in inputs.items():
         if key.endswith("_T"):
             inputs[key] = x = clean(x, rows.mask_T)
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
-        rows = Rows.of(rows.spread(takes_part_N), cu_seqlens)
-        scores_N = clean(scores_N, takes_part_N)
+        rows, scores_N = Rows.of(rows.spread(takes_part_N), rows.cu_seqlens), clean(scores_N, takes_part_N)
         inputs = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
-    rewards_T = inputs.pop("rewards_T", rewards_T)
-    return _Batch(rows, Groups.of(group_N.to(device), takes_part_N), rewards_T, scores_N), inputs
+    groups = Groups.of(group_N.to(rewards_T.device), takes_part_N)
+    return _Batch(rows, groups, inputs.pop("rewards_T", rewards_T), scores_N), inputs
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

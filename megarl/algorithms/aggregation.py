@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +62,10 @@ def _weights(
     return rows.spread(torch.ones_like(rows.num_tokens_N, dtype=torch.float64) / rule(rows, group_N, constant))
 
 
-def _aggregate(
-    rule: _Rule,
-    loss_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor | None = None,
-    *,
-    constant: float | None = None,
-) -> Tensor:
-    """[]: the batch's loss."""
+def _aggregate(rule: _Rule, loss_T: Tensor, mask_T: Tensor, *rows: Tensor, **options: Any) -> Tensor:
+    """[]: the batch's loss. What follows `loss_T` is as in `_weights`."""
     loss_T = clean(loss_T, mask_T.bool())
-    return (loss_T * _weights(rule, mask_T, cu_seqlens, group_N, constant=constant).to(loss_T.dtype)).sum()
+    return (loss_T * _weights(rule, mask_T, *rows, **options).to(loss_T.dtype)).sum()
 
 
 WEIGHTS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}

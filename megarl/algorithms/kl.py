@@ -71,9 +71,9 @@ def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *
     """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
 
     Both are log-probs, under the whole vocabulary, of the same K distinct tokens in any order; where the teacher's is
-    -inf there is no token. All other tokens are one more outcome, so K = vocabulary is exact; less is a lower bound,
-    because merging outcomes never increases a divergence (data-processing inequality). Without that outcome, or with
-    both renormalised over the K, the student could lower its loss by moving probability to other tokens.
+    -inf there is no token. All other tokens are one more outcome: merging outcomes never increases a divergence, so
+    this is a lower bound, exact where K is the vocabulary. Without that outcome, or with both renormalised over the K,
+    the student could lower its loss by moving probability to other tokens.
 
     beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised Jensen-Shannon divergence of
     GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 - beta) KL(student || mix) with

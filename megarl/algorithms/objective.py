@@ -1,10 +1,9 @@
 """The objective of a policy: rewards become advantages once per batch, log-probs become losses in every micro-batch.
 
     batch, log-probs --advantages--> ScoredBatch          once a step, on the whole batch, the same on every rank
-    ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update
+    ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update (aggregation.py)
     outputs, rows    --loss-->       TokenLosses          on whole rows, under autograd
 
-A micro-batch's loss is ``(loss_T * weights_T).sum()``; summed over micro-batches and ranks that is the whole loss.
 T = tokens of the batch, M = tokens of one micro-batch, N = rows.
 """
 
@@ -64,8 +63,7 @@ class Objective:
     ) -> tuple[ScoredBatch, ObjectiveState]:
         """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
-        Overlong shaping happens earlier (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
-        batch uses the coefficient of `state`.
+        Returns the state for the next batch; this batch uses the coefficient of `state`.
         """
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
@@ -82,16 +80,9 @@ class Objective:
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
-        estimate = partial(
-            ADVANTAGES[algorithm.advantage],
-            rewards_T,
-            batch.mask,
-            batch.cu_seqlens,
-            batch.group,
-            values_T=values_T,
-            step_ends_T=batch.step_ends,
-            baseline_N=baseline_N,
-        )
+        inputs = {"values_T": values_T, "step_ends_T": batch.step_ends, "baseline_N": baseline_N}
+        estimator, rows = ADVANTAGES[algorithm.advantage], (batch.mask, batch.cu_seqlens, batch.group)
+        estimate = partial(estimator, rewards_T, *rows, **inputs)
         advantages_T, returns_T = estimate(**algorithm.advantage_options), None
         if values_T is not None:
             values_T = clean(values_T, batch.mask)

@@ -45,8 +45,7 @@ MAX_EXCESS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of absolute differences of log-probs over tokens, in nats. A few tokens that were routed to other experts change
-    neither."""
+    """Of absolute differences of log-probs, in nats. A few tokens that are routed to other experts change neither."""
 
     median: float
     p90: float
@@ -120,8 +119,7 @@ def compare(batch: ScoredBatch) -> Parity:
     trainer, engine = batch.old_logprobs[positions].double(), batch.rollout_logprobs[positions].double()
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
-    worst = int(diff.argmax())
-    top = float(diff[worst])
+    worst, top = int(diff.argmax()), float(diff.max())
     row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # of its row
     k3 = KL["k3"](-signed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(signed))

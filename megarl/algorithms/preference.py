@@ -55,10 +55,8 @@ def dpo(
     loss: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """[P]: the loss of each pair, from log-probs of responses, sums or means; log 2 where the policy is the reference.
-
-    The log-ratio of a pair is (policy - reference) of the better response minus that of the worse one.
-    """
+    """[P]: the loss of each pair, from log-probs of responses, sums or means; its log-ratio is (policy - reference) of
+    the better response minus that of the worse one."""
     better_P, worse_P = (policy_N - reference_N)[pairs].unbind(1)
     return DPO_LOSSES[loss](better_P - worse_P, beta, label_smoothing)
 
@@ -66,17 +64,16 @@ def dpo(
 def response_logprobs(logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False) -> Tensor:
     """[N] fp64: the log-prob of each response, the sum over its tokens; or their mean."""
     rows = Rows.of(mask_T, cu_seqlens)
-    total_N = rows.sum(logprobs_T, dtype=torch.float64)
-    return total_N / rows.num_tokens_N.clamp(min=1) if average else total_N
+    return (rows.mean if average else rows.sum)(logprobs_T.double())
 
 
 def dpo_losses(
     batch: PreferenceBatch, reference_N: Tensor | None, options: Dpo, outputs: TokenOutputs, rows: MicrobatchRows
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound: DPO of the pairs of a micro-batch, and their rewards.
+    """A types.Loss, once its first three arguments are bound. A reward is beta x log-ratio; sums are over pairs.
 
     `reference_N` fp64 are `response_logprobs` under the reference; None: the policy before the update, whose forward
-    pass this is. A reward is beta x log-ratio. Sums are over pairs.
+    pass this is.
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)

@@ -35,16 +35,16 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
         return outputs.values_T[cu_seqlens[1:] - 1]
     rows = Rows.of(response_positions(mask_T), cu_seqlens)
 
-    def largest(x_T: Tensor) -> Tensor:
-        masked_T = torch.where(rows.mask_T, x_T, -torch.inf)
-        return clean(torch.segment_reduce(masked_T, "max", offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
+    def extreme(x_T: Tensor, kind: str) -> Tensor:
+        masked_T = torch.where(rows.mask_T, x_T, torch.inf if kind == "min" else -torch.inf)
+        return clean(torch.segment_reduce(masked_T, kind, offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
 
     if aggregate in ("max", "min"):
-        return largest(outputs.values_T) if aggregate == "max" else -largest(-outputs.values_T)
+        return extreme(outputs.values_T, aggregate)
     if aggregate != "weighted":
         return {"sum": rows.sum, "mean": rows.mean}[aggregate](outputs.values_T)
     assert outputs.gates_T is not None
-    largest_T = rows.spread(largest(outputs.gates_T.detach()))
+    largest_T = rows.spread(extreme(outputs.gates_T.detach(), "max"))
     shares_T = clean(outputs.gates_T - largest_T, rows.mask_T).exp()
     return rows.sum(shares_T * outputs.values_T) / rows.sum(shares_T).clamp(min=1)
 

@@ -58,7 +58,7 @@ class SampleWriter:
             return
         rows = [(group, sample) for group in groups for sample in group.samples]
         chosen = choose_samples([sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}")
-        lines = [_line(*rows[row]) | ({} if scored is None else _advantage(scored, row)) for row in chosen]
+        lines = [_line(*rows[row]) | (_advantage(scored, row) if scored else {}) for row in chosen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can escape
         write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace"))

@@ -31,9 +31,9 @@ def check_trackers(telemetry: Telemetry) -> None:
     for name, module in (("tensorboard", "tensorboard.summary"), ("wandb", "wandb.sdk")):
         value = getattr(telemetry, name)
         if value and not is_installed(module):
+            shown = "true" if value is True else value
             raise ValueError(
-                f"telemetry.{name}={str(value).lower() if value is True else value} needs the package {name}, which is "
-                f"not installed; run pip install {name}"
+                f"telemetry.{name}={shown} needs the package {name}, which is not installed; run pip install {name}"
             )
     if telemetry.wandb:
         import wandb
