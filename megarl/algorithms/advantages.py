@@ -53,9 +53,7 @@ def grpo(
 ) -> Tensor:
     """GRPO: A_i = (R_i - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    Args:
-        scale: divide by the std of the "group", of the whole "batch", or "none".
-        leave_one_out: take mean and std over the other rows of the group.
+    `scale`: the std is that of the "group", the "batch" or "none". `leave_one_out`: mean and std of the other rows.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     score_N, groups, biased = batch.scores_N, batch.groups, std == "biased"
@@ -120,8 +118,7 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
 def reinforce(batch: _Batch, *, gamma: float = 1.0, total: bool = False) -> Tensor:
     """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens. Williams 1992.
 
-    Args:
-        total: of every token, the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
+    `total`: every token has the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
     """
     return_T = batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
     return batch.rows.spread(batch.rows.first(return_T)) if total else return_T

@@ -68,11 +68,8 @@ class Quantiles:
 def rounding_floor(x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0) -> Quantiles:
     """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
 
-    Args:
-        noise_DK: [draws, K], the trainer with planted rounding errors minus itself. Both sides round, so the floor has
-            twice its variance.
-        eps: relative rounding of `x_K` itself; the default is that of fp32 log-probs.
-        error: absolute error of the kernel that computes `x_K`.
+    `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides round, so the floor has
+    twice its variance. `eps` is the relative rounding of `x_K` itself, `error` the absolute one of its kernel.
     """
     noise, rounding = Quantiles.of(noise_DK * 2**0.5), eps * float(x_K.double().abs().mean()) + error
     return Quantiles(noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count)
@@ -139,7 +136,7 @@ def compare(batch: ScoredBatch) -> Parity:
 
 
 def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
-    """Returns a likely cause: weights, sampling settings, routing or kernels."""
+    """Returns a likely cause."""
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (

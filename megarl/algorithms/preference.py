@@ -25,7 +25,7 @@ from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, PreferenceBatch, 
 
 
 def bradley_terry(scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0) -> Tensor:
-    """[P]: -log sigmoid(better - worse - margin), which never overflows, + centre x (better + worse)^2.
+    """[P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
 
     Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0 (arXiv 2312.09244).
     """

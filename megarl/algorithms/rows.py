@@ -67,16 +67,13 @@ class Rows:
         return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
-        """[T] fp64: y_t = x_t + decay y_(next t), where next t is the row's next True position; 0 on False positions.
-
-        With a decay, each pass doubles the number of positions that a sum covers.
-        """
+        """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on False positions."""
         y_K = x_T[self.mask_T].double()
         for y_L in y_K.split(self.num_tokens_N.tolist()):
             if decay == 1.0:
                 y_L.copy_(y_L.flip(0).cumsum(0).flip(0))
                 continue
-            reach = 1
+            reach = 1  # positions that a sum covers
             while reach < len(y_L) and decay**reach:
                 y_L[:-reach] += decay**reach * y_L[reach:]
                 reach *= 2

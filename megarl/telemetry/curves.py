@@ -202,11 +202,10 @@ def _plain(text: str, *, most: int = 40) -> str:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
+    lowest = 0 if panel.scale == "log" else -MAX_DRAWN
     for curve in panel.curves:
         points = zip(curve.steps, curve.values, strict=True)
-        drawn = [
-            (step, value) for step, value in points if abs(value) < MAX_DRAWN and (panel.scale != "log" or value > 0)
-        ]
+        drawn = [(step, value) for step, value in points if lowest < value < MAX_DRAWN]
         _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
     lines = _legend_lines(panel)
     axes.set_title(_plain(panel.title, most=60), fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)

@@ -192,7 +192,7 @@ class Telemetry:
         sync: PublishReport | None,
         scored: ScoredBatch | None = None,
     ) -> None:
-        took = time.perf_counter() - self._began
+        took, seconds = time.perf_counter() - self._began, self._timeline.seconds
         groups = rollout.groups if rollout else ()
         sampled = sum(int(sample.trainable.sum()) for group in groups for sample in group.samples)
         metrics = {
@@ -201,7 +201,8 @@ class Telemetry:
             **(rollout_metrics(rollout) if rollout else {}),
             **staleness_metrics(groups, step),
             **update_metrics(update),
-            **self._times(took),
+            "time/step": took,
+            **{f"time/{key}": seconds[x] for key, phase in TIMES.items() for x in (phase, key) if x in seconds},
             **(publish_metrics(sync) if sync else {}),
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,
@@ -220,8 +221,3 @@ class Telemetry:
         if self._gpus:
             self._gpus.close()
         self._trackers.close()
-
-    def _times(self, took: float) -> dict[str, float]:
-        seconds = self._timeline.seconds
-        times = {f"time/{key}": seconds.get(key, seconds.get(phase)) for key, phase in TIMES.items()}
-        return {"time/step": took} | {key: value for key, value in times.items() if value is not None}

@@ -450,8 +450,8 @@ SYSTEM = [
     ),
     (
         "telemetry/curves.py",
-        "abs(value) < MAX_DRAWN and ",
-        "",
+        "if lowest < value < MAX_DRAWN]",
+        "if value > lowest or lowest < 0]",
         f"{TOLERANCE}::test_any_finite_number_is_drawn_or_left_out",
     ),
     (
