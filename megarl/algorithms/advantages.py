@@ -3,9 +3,9 @@
     ADVANTAGES[name](rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten, **options)
 
 T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or step rewards.
-`rewards_T` is the reward of each token: an outcome reward lies on the row's last True position, and a KL penalty in
-the reward is already subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32).
-R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its group (samples of one prompt).
+An outcome reward lies on the row's last True position; a KL penalty in the reward is already subtracted. The result
+[T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32). R_i = the score of row i, the sum of its
+rewards; mean and std are over the rows of its group (samples of one prompt).
 
 Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std` ("unbiased" or
 "biased") and `eps`; `singleton` is the advantage of a row alone in its group: "zero", "raw" (its score), or "error".
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
+from inspect import getfullargspec
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from megarl.algorithms.whitening import whiten as whiten_tokens
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What every estimator reads. Rows that are left out have no True position."""
+    """Rows that are left out have no True position."""
 
     rows: Rows
     groups: Groups  # of the rows
-    rewards_T: Tensor  # clean, for estimators of tokens
+    rewards_T: Tensor  # clean where the estimator is one of tokens
     scores_N: Tensor  # fp64
 
 
@@ -53,9 +53,7 @@ def grpo(
 ) -> Tensor:
     """GRPO: A_i = (R_i - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    Args:
-        scale: divide by the std of the "group", of the whole "batch", or "none".
-        leave_one_out: take mean and std over the other rows of the group.
+    `scale`: the std is that of the "group", the "batch" or "none". `leave_one_out`: mean and std of the other rows.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     score_N, groups, biased = batch.scores_N, batch.groups, std == "biased"
@@ -72,14 +70,12 @@ def grpo(
 
 def dr_grpo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """Dr. GRPO: A_i = R_i - mean. arXiv 2503.20783; its other half is the aggregation by a constant length."""
-    score_N = batch.scores_N
-    return _with_singletons(batch.groups.centre(score_N), score_N, batch.groups, singleton)
+    return grpo(batch, scale="none", singleton=singleton)
 
 
 def rloo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """RLOO: A_i = R_i - mean of the other rows' R. Ahmadian et al. 2024, arXiv 2402.14740."""
-    score_N = batch.scores_N
-    return _with_singletons(batch.groups.leave_one_out(batch.groups.centre(score_N)), score_N, batch.groups, singleton)
+    return grpo(batch, scale="none", leave_one_out=True, singleton=singleton)
 
 
 def reinforce_pp_baseline(batch: _Batch, *, singleton: str = "raw") -> Tensor:
@@ -122,8 +118,7 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
 def reinforce(batch: _Batch, *, gamma: float = 1.0, total: bool = False) -> Tensor:
     """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens. Williams 1992.
 
-    Args:
-        total: of every token, the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
+    `total`: every token has the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
     """
     return_T = batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
     return batch.rows.spread(batch.rows.first(return_T)) if total else return_T
@@ -184,21 +179,23 @@ def _advantages(
     baseline_N: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    parameters = signature(estimator).parameters
-    own_options = {key for key, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
+    spec = getfullargspec(estimator)
+    needed = spec.args[1:]  # without the batch
     _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
-    scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in own_options}
-    options = {key: x for key, x in options.items() if key in own_options or _NEUTRAL.get(key) != x}
+    scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in spec.kwonlyargs}
+    options = {key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x}
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
-    given = {key: x for key, x in given.items() if key in parameters}
-    inputs = {key: x for key, x in given.items() if x is not None}
-    if missing := [key for key in given if key not in inputs]:
+    inputs = {key: x for key in needed if (x := given[key]) is not None}
+    if missing := [key for key in needed if key not in inputs]:
         raise ValueError(f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it")
 
     dtype, per_row = at_least_fp32(rewards_T.dtype), estimator in _PER_ROW
     limit = torch.finfo(dtype).max / 8
-    batch = _clean_batch(rewards_T, mask_T, cu_seqlens, group_N, limit=limit, per_row=per_row, inputs=inputs)
+    if not per_row:  # estimators of tokens read sums of parts of a row
+        inputs["rewards_T"] = rewards_T
+    rows = Rows.of(mask_T.to(rewards_T.device), cu_seqlens)
+    batch, inputs = _clean_batch(rewards_T, rows, group_N, inputs, limit)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
@@ -209,34 +206,23 @@ def _advantages(
 
 
 def _clean_batch(
-    rewards_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor,
-    *,
-    limit: float,
-    per_row: bool,
-    inputs: dict[str, Tensor],
-) -> _Batch:
-    """The batch on the device of `rewards_T`; cleans `inputs` in place. Rows that hold a NaN, or whose sums could
-    exceed `limit`, are left out."""
-    device = rewards_T.device
-    rows = Rows.of(mask_T.to(device), cu_seqlens)
+    rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
+) -> tuple[_Batch, dict[str, Tensor]]:
+    """The batch and clean inputs, on the device of `rewards_T`. Rows that hold a NaN, or whose sums could exceed
+    `limit`, are left out."""
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
+    inputs = {key: x.detach().to(rewards_T.device) for key, x in inputs.items()}
     for key, x in inputs.items():
-        inputs[key] = clean(x.detach().to(device), rows.mask_T) if key.endswith("_T") else x.detach().to(device)
-    parts = dict(inputs)
-    if not per_row:  # estimators of tokens read sums of parts of a row
-        rewards_T = parts["rewards_T"] = clean(rewards_T.detach(), rows.mask_T)
-    for key, x in parts.items():
+        if key.endswith("_T"):
+            inputs[key] = x = clean(x, rows.mask_T)
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
-        rows = Rows.of(rows.spread(takes_part_N), cu_seqlens)
-        rewards_T, scores_N = clean(rewards_T, rows.mask_T), clean(scores_N, takes_part_N)
-        inputs |= {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
-    return _Batch(rows, Groups.of(group_N.to(device), takes_part_N), rewards_T, scores_N)
+        rows, scores_N = Rows.of(rows.spread(takes_part_N), rows.cu_seqlens), clean(scores_N, takes_part_N)
+        inputs = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
+    groups = Groups.of(group_N.to(rewards_T.device), takes_part_N)
+    return _Batch(rows, groups, inputs.pop("rewards_T", rewards_T), scores_N), inputs
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

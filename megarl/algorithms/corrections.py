@@ -55,9 +55,8 @@ def _weights(
     mask_T = mask_T.bool()
     old_T = clean(old_logprobs_T.detach(), mask_T)
     rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T)
-    new_T = None if logprobs_T is None else clean(logprobs_T.detach(), mask_T)
-    advantages_T = None if advantages_T is None else clean(advantages_T.detach(), mask_T)
-    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, new_T, advantages_T)
+    of_policy = (x_T if x_T is None else clean(x_T.detach(), mask_T) for x_T in (logprobs_T, advantages_T))
+    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, *of_policy)
     return clean(rule(gap, **options), mask_T)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,37 +31,29 @@ def likelihood_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """delta."""
+def _estimate(
+    value: Callable[[Tensor], Tensor], logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
+) -> Tensor:
+    """`value` of delta, clamped to +-`value_clamp`. Where it is clamped the gradient is 0, just where the policy is
+    furthest from the reference; several trainers clamp k3 to 10."""
     dtype = at_least_fp32(logprobs_T.dtype)
-    return logprobs_T.to(dtype) - ref_logprobs_T.to(dtype)
-
-
-def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """delta^2 / 2."""
-    return k1(logprobs_T, ref_logprobs_T).square() / 2
-
-
-def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
-    """e^-delta - 1 + delta, clamped to +-`value_clamp`. Where it is clamped the gradient is 0, just where the
-    policy is furthest from the reference; several trainers clamp to 10."""
-    delta_T = k1(logprobs_T, ref_logprobs_T)
-    value_T = torch.expm1((-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta_T
+    value_T = value(logprobs_T.to(dtype) - ref_logprobs_T.to(dtype))
     return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
 
 
-def k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
-    """The value of k3 with the gradient of k2."""
-    value_T, k2_T = k3(logprobs_T, ref_logprobs_T, value_clamp=value_clamp), k2(logprobs_T, ref_logprobs_T)
+def _k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
+    """The clamp bounds its value but not its gradient."""
+    value_T, k2_T = KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp), KL["k2"](logprobs_T, ref_logprobs_T)
     return value_T.detach() + (k2_T - k2_T.detach())
 
 
-def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """|delta|."""
-    return k1(logprobs_T, ref_logprobs_T).abs()
-
-
-KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus, "abs": absolute}
+KL: dict[str, Callable[..., Tensor]] = {
+    "k1": partial(_estimate, lambda delta_T: delta_T),
+    "k2": partial(_estimate, lambda delta_T: delta_T.square() / 2),
+    "k3": partial(_estimate, lambda delta_T: (-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expm1() + delta_T),
+    "k3+": _k3_plus,
+    "abs": partial(_estimate, torch.abs),
+}
 
 
 def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
@@ -78,9 +71,9 @@ def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *
     """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
 
     Both are log-probs, under the whole vocabulary, of the same K distinct tokens in any order; where the teacher's is
-    -inf there is no token. All other tokens are one more outcome, so K = vocabulary is exact; less is a lower bound,
-    because merging outcomes never increases a divergence (data-processing inequality). Without that outcome, or with
-    both renormalised over the K, the student could lower its loss by moving probability to other tokens.
+    -inf there is no token. All other tokens are one more outcome: merging outcomes never increases a divergence, so
+    this is a lower bound, exact where K is the vocabulary. Without that outcome, or with both renormalised over the K,
+    the student could lower its loss by moving probability to other tokens.
 
     beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised Jensen-Shannon divergence of
     GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 - beta) KL(student || mix) with

@@ -154,22 +154,11 @@ def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = N
     return loss_T + clean(kl_coef * gap_T.abs(), select_T)
 
 
-_RULES: dict[str, Callable[..., Tensor | LossAndClip]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "gpg": reinforce,  # GPG differs in the factor on its advantages
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "sft": sft,
-}
+_Rule = Callable[..., Tensor | LossAndClip]
 
 
 def _loss_and_clip(
-    rule: Callable[..., Tensor | LossAndClip],
+    rule: _Rule,
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
@@ -184,10 +173,13 @@ def _loss_and_clip(
     return result if isinstance(result, tuple) else (result, torch.zeros_like(mask_T))
 
 
-def _loss(rule: Callable[..., Tensor | LossAndClip], *inputs: Tensor, **options: Any) -> Tensor:
+def _loss(rule: _Rule, *inputs: Tensor, **options: Any) -> Tensor:
     return _loss_and_clip(rule, *inputs, **options)[0]
 
 
+_OF_NAME = (ppo_clip, gspo, cispo, reinforce, sapo, gmpo, clip_cov, kl_cov, sft)
+_RULES: dict[str, _Rule] = {rule.__name__: rule for rule in _OF_NAME}
+_RULES["gpg"] = reinforce  # GPG differs in the factor on its advantages
 LOSSES: dict[str, partial[Tensor]] = {name: partial(_loss, rule) for name, rule in _RULES.items()}
 # with the tokens that it clips; none for a loss without a clip
 LOSS_AND_CLIP: dict[str, partial[LossAndClip]] = {name: partial(_loss_and_clip, rule) for name, rule in _RULES.items()}
@@ -232,7 +224,7 @@ def select_clip_cov(
     clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
     covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
     candidates_C = ((covariance_T > low) & (covariance_T < high) & ~clipped_T).nonzero().flatten()
-    num_chosen = min(max(int(share * int(mask_T.sum())), 1), candidates_C.numel())
+    num_chosen = max(int(share * int(mask_T.sum())), 1)
     order_C = torch.randperm(candidates_C.numel(), generator=generator, device=candidates_C.device)
     return torch.zeros_like(mask_T).index_fill(0, candidates_C[order_C[:num_chosen]], True)
 
@@ -249,9 +241,8 @@ def select_kl_cov(
     """The `share` of tokens with the largest covariance, at least one."""
     mask_T = mask_T.bool()
     num_tokens = int(mask_T.sum())
-    if num_tokens == 0:
-        return torch.zeros_like(mask_T)
-    chosen = _covariance(logprobs_T, advantages_T, mask_T).topk(max(int(share * num_tokens), 1)).indices
+    num_chosen = min(max(int(share * num_tokens), 1), num_tokens)
+    chosen = _covariance(logprobs_T, advantages_T, mask_T).topk(num_chosen).indices
     return torch.zeros_like(mask_T).index_fill(0, chosen, True)
 
 

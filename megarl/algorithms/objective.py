@@ -1,10 +1,9 @@
 """The objective of a policy: rewards become advantages once per batch, log-probs become losses in every micro-batch.
 
     batch, log-probs --advantages--> ScoredBatch          once a step, on the whole batch, the same on every rank
-    ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update
+    ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update (aggregation.py)
     outputs, rows    --loss-->       TokenLosses          on whole rows, under autograd
 
-A micro-batch's loss is ``(loss_T * weights_T).sum()``; summed over micro-batches and ranks that is the whole loss.
 T = tokens of the batch, M = tokens of one micro-batch, N = rows.
 """
 
@@ -64,8 +63,7 @@ class Objective:
     ) -> tuple[ScoredBatch, ObjectiveState]:
         """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
 
-        Overlong shaping happens earlier (`megarl.rollout.reward_shaping`). Returns the state for the next batch; this
-        batch uses the coefficient of `state`.
+        Returns the state for the next batch; this batch uses the coefficient of `state`.
         """
         algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
@@ -75,23 +73,16 @@ class Objective:
             old_T = clean(self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(scores.old_logprobs if scores.ref_logprobs is None else scores.ref_logprobs, batch.mask)
             if kl.where == "reward":
-                rewards_T = rewards_T - coef * _kl(old_T, ref_T, kl).detach()
-            if kl.target is not None:
-                next_coef = _adapted(KL["k3"](old_T, ref_T), batch, kl, coef)
+                kl_T = KL[kl.estimator](old_T, ref_T, value_clamp=kl.value_clamp)
+                rewards_T = rewards_T - coef * kl_T.detach()
+            next_coef = _adapted(KL["k3"](old_T, ref_T), batch, kl, coef)
         values_T = scores.values
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
-        estimate = partial(
-            ADVANTAGES[algorithm.advantage],
-            rewards_T,
-            batch.mask,
-            batch.cu_seqlens,
-            batch.group,
-            values_T=values_T,
-            step_ends_T=batch.step_ends,
-            baseline_N=baseline_N,
-        )
+        inputs = {"values_T": values_T, "step_ends_T": batch.step_ends, "baseline_N": baseline_N}
+        estimator, rows = ADVANTAGES[algorithm.advantage], (batch.mask, batch.cu_seqlens, batch.group)
+        estimate = partial(estimator, rewards_T, *rows, **inputs)
         advantages_T, returns_T = estimate(**algorithm.advantage_options), None
         if values_T is not None:
             values_T = clean(values_T, batch.mask)
@@ -127,9 +118,8 @@ class Objective:
     def reads_old_logprobs(self) -> bool:
         """Whether something before the update reads the trainer's log-probs."""
         kl = self.algorithm.kl
-        return self.selects_tokens or (
-            self.algorithm.needs_reference and (kl.where == "reward" or kl.target is not None)
-        )
+        is_kl_read = self.algorithm.needs_reference and (kl.where == "reward" or kl.target is not None)
+        return self.selects_tokens or is_kl_read
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
         """[T] fp64: each token's share of the loss of its update."""
@@ -146,18 +136,10 @@ class Objective:
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
-        options = dict(algorithm.token_selection_options)
-        if algorithm.loss == "clip_cov":
-            options |= algorithm.loss_bounds
         old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-        return SELECT[algorithm.loss](
-            logprobs_T,
-            old_T,
-            batch.advantages,
-            _trained(batch, plan),
-            generator=torch.Generator().manual_seed(seed),
-            **options,
-        )
+        options = {"generator": torch.Generator().manual_seed(seed), **algorithm.token_selection_options}
+        inputs = (logprobs_T, old_T, batch.advantages, _trained(batch, plan))
+        return SELECT[algorithm.loss](*inputs, **options, **algorithm.loss_bounds)
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
         """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token.
@@ -173,28 +155,30 @@ class Objective:
     ) -> TokenLosses:
         algorithm, mask_M = self.algorithm, rows.mask
         assert outputs.logprobs_T is not None
+        new_M = clean(outputs.logprobs_T, mask_M)
         rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
         # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
-        trainer_M = outputs.logprobs_T.detach() if batch.old_logprobs is None else rows.select(batch.old_logprobs)
+        trainer_M = new_M.detach() if batch.old_logprobs is None else clean(rows.select(batch.old_logprobs), mask_M)
         old_M, taught = self._old(trainer_M, rollout_M, mask_M), {}
         if algorithm.distill_coef:
             assert batch.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
             teacher_M = clean(rows.select(batch.teacher_logprobs), mask_M)
-            taught = {"kl/teacher": KL["k3"](clean(outputs.logprobs_T.detach(), mask_M), teacher_M)}
+            taught = {"kl/teacher": KL["k3"](new_M.detach(), teacher_M)}
             if not algorithm.distill_top_k:
-                log_ratio_M = KL["k1"](clean(old_M, mask_M), teacher_M).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+                log_ratio_M = KL["k1"](old_M, teacher_M, value_clamp=LOG_RATIO_LIMIT)
                 advantages_M = advantages_M - algorithm.distill_coef * log_ratio_M
-        ratio = (outputs.logprobs_T, old_M, advantages_M, mask_M, rows.cu_seqlens)
         options = algorithm.loss_bounds | algorithm.loss_options
-        selected = {} if select_T is None else {"select_T": rows.select(select_T)}
-        weights_M, sums = _correction(outputs.logprobs_T, old_M, rollout_M, advantages_M, rows, algorithm)
-        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](*ratio, **options, **selected)
+        if select_T is not None:
+            options["select_T"] = rows.select(select_T)
+        weights_M, sums = _correction(new_M, old_M, rollout_M, advantages_M, rows, algorithm)
+        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](
+            new_M, old_M, advantages_M, mask_M, rows.cu_seqlens, **options
+        )
         loss_M = loss_M * weights_M
-        new_M, old_M = clean(outputs.logprobs_T, mask_M), clean(old_M, mask_M)
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
         if algorithm.needs_reference:
-            ref_M = clean(trainer_M if batch.ref_logprobs is None else rows.select(batch.ref_logprobs), mask_M)
+            ref_M = trainer_M if batch.ref_logprobs is None else clean(rows.select(batch.ref_logprobs), mask_M)
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
         if algorithm.kl.coef and algorithm.kl.where == "loss":
             loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
@@ -295,21 +279,13 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
 
-def _kl(new_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
-    """Returns the configured estimate of KL(new || ref)."""
-    if term.estimator == "k3+":  # the clamp bounds its value but not its gradient
-        return KL["k3+"](new_T, ref_T, value_clamp=term.value_clamp)
-    value_T = KL[term.estimator](new_T, ref_T)
-    return value_T if term.value_clamp is None else value_T.clamp(-term.value_clamp, term.value_clamp)
-
-
 def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
     """Returns the KL term of the loss, without its coefficient.
 
     With `importance_weighted` it is multiplied by pi / pi_old, since the old policy drew the samples. The ratio carries
     gradient for the estimators whose value is unbiased; k2 and k3+ already have the gradient of KL.
     """
-    kl_T = _kl(new_T, ref_T, term)
+    kl_T = KL[term.estimator](new_T, ref_T, value_clamp=term.value_clamp)
     if not term.importance_weighted:
         return kl_T
     ratio_T = likelihood_ratio(new_T - old_T)
@@ -318,10 +294,10 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
 
 def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
     """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for every estimator."""
+    if term.target is None:
+        return coef
     rows = Rows.of(batch.mask, batch.cu_seqlens)
     trained_N = rows.num_tokens_N > 0
-    if term.target is None or not trained_N.any():
-        return coef
     mean = float(rows.mean(kl_T.double())[trained_N].mean())
     return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
 

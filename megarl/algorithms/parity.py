@@ -12,6 +12,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT
 from megarl.types import ScoredBatch
 
 
@@ -44,8 +45,7 @@ MAX_EXCESS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of absolute differences of log-probs over tokens, in nats. A few tokens that were routed to other experts change
-    neither."""
+    """Of absolute differences of log-probs, in nats. A few tokens that are routed to other experts change neither."""
 
     median: float
     p90: float
@@ -68,11 +68,8 @@ class Quantiles:
 def rounding_floor(x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0) -> Quantiles:
     """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
 
-    Args:
-        noise_DK: [draws, K], the trainer with planted rounding errors minus itself. Both sides round, so the floor has
-            twice its variance.
-        eps: relative rounding of `x_K` itself; the default is that of fp32 log-probs.
-        error: absolute error of the kernel that computes `x_K`.
+    `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides round, so the floor has
+    twice its variance. `eps` is the relative rounding of `x_K` itself, `error` the absolute one of its kernel.
     """
     noise, rounding = Quantiles.of(noise_DK * 2**0.5), eps * float(x_K.double().abs().mean()) + error
     return Quantiles(noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count)
@@ -119,12 +116,10 @@ def compare(batch: ScoredBatch) -> Parity:
     trainer, engine = batch.old_logprobs[positions].double(), batch.rollout_logprobs[positions].double()
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
-    worst = int(diff.argmax())
-    top = float(diff[worst])
+    worst, top = int(diff.argmax()), float(diff.max())
     row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
-    first = torch.ones_like(row_of, dtype=torch.bool)
-    first[1:] = row_of[1:] != row_of[:-1]
-    k3 = torch.expm1(signed.clamp(-20, 20)) - signed.clamp(-20, 20)
+    is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # of its row
+    k3 = KL["k3"](-signed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(signed))
     row = int(row_of[worst])
     return Parity(
         mean=float(diff.mean()),
@@ -132,7 +127,7 @@ def compare(batch: ScoredBatch) -> Parity:
         kl=float(k3.mean()),
         share_off=float((diff > 0.1 * top).double().mean()),
         share_above=float((signed < 0).double().mean()),
-        early=float(diff[first].max()),
+        early=float(diff[is_first].max()),
         row=row,
         position=int((row_of[:worst] == row).sum()),
         trainer=float(trainer[worst]),
@@ -141,7 +136,7 @@ def compare(batch: ScoredBatch) -> Parity:
 
 
 def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
-    """Returns a likely cause: weights, sampling settings, routing or kernels."""
+    """Returns a likely cause."""
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (
@@ -153,8 +148,7 @@ def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
             "the first sampled token of every row agrees and later ones do not, which suggests "
             "wrong positions or a KV cache that was not reset after a weight sync"
         )
-    if parity.share_off < 0.05 and is_moe:
-        return "few tokens are far off and the rest agree, which suggests MoE routing: near-ties broken differently"
     if parity.share_off < 0.05:
-        return "few tokens are far off and the rest agree, which suggests lower-precision kernels"
+        cause = "MoE routing: near-ties broken differently" if is_moe else "lower-precision kernels"
+        return f"few tokens are far off and the rest agree, which suggests {cause}"
     return "most tokens differ, which suggests that the engine's weights are not the trainer's"

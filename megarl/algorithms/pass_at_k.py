@@ -32,9 +32,7 @@ def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, 
     "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7,
     2019): between the number of problems, when the samples of a problem all agree, and `samples` times that, when
     problems do not differ. Unlike the normal interval (arXiv 2411.00640), it stays within 0..1 and does not shrink to a
-    point when every score is 0 or 1. With one sample per problem, it is Wilson's interval.
-
-    That holds for samples that are right or wrong. `samples` None: scores are rewards, and get the normal interval.
+    point when every score is 0 or 1. `samples` None: scores are not right or wrong, and get the normal interval.
     """
     n, mean = len(scores), fmean(scores)
     spread = variance(scores) if n > 1 else 0.0

@@ -8,7 +8,7 @@ N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -25,7 +25,7 @@ from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, PreferenceBatch, 
 
 
 def bradley_terry(scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0) -> Tensor:
-    """[P]: -log sigmoid(better - worse - margin), which never overflows, + centre x (better + worse)^2.
+    """[P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
 
     Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0 (arXiv 2312.09244).
     """
@@ -55,10 +55,8 @@ def dpo(
     loss: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """[P]: the loss of each pair, from log-probs of responses, sums or means; log 2 where the policy is the reference.
-
-    The log-ratio of a pair is (policy - reference) of the better response minus that of the worse one.
-    """
+    """[P]: the loss of each pair, from log-probs of responses, sums or means; its log-ratio is (policy - reference) of
+    the better response minus that of the worse one."""
     better_P, worse_P = (policy_N - reference_N)[pairs].unbind(1)
     return DPO_LOSSES[loss](better_P - worse_P, beta, label_smoothing)
 
@@ -66,17 +64,16 @@ def dpo(
 def response_logprobs(logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False) -> Tensor:
     """[N] fp64: the log-prob of each response, the sum over its tokens; or their mean."""
     rows = Rows.of(mask_T, cu_seqlens)
-    total_N = rows.sum(logprobs_T, dtype=torch.float64)
-    return total_N / rows.num_tokens_N.clamp(min=1) if average else total_N
+    return (rows.mean if average else rows.sum)(logprobs_T.double())
 
 
 def dpo_losses(
     batch: PreferenceBatch, reference_N: Tensor | None, options: Dpo, outputs: TokenOutputs, rows: MicrobatchRows
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound: DPO of the pairs of a micro-batch, and their rewards.
+    """A types.Loss, once its first three arguments are bound. A reward is beta x log-ratio; sums are over pairs.
 
     `reference_N` fp64 are `response_logprobs` under the reference; None: the policy before the update, whose forward
-    pass this is. A reward is beta x log-ratio. Sums are over pairs.
+    pass this is.
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)
@@ -93,8 +90,7 @@ def dpo_losses(
     if outputs.entropy_T is not None:
         entropy_R = response_logprobs(outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True)
         values["entropy"] = entropy_R[pairs].mean(1)
-    sums = {name: value_Q.sum() for name, value_Q in values.items()}
-    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+    return pair_losses(loss_Q, values, pairs, rows)
 
 
 def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
@@ -106,10 +102,12 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
     return to_device(places[is_here_P], rows.mask.device), to_device(batch.margins[is_here_P], rows.mask.device)
 
 
-def place_losses(loss_Q: Tensor, pairs: Tensor, rows: MicrobatchRows) -> Tensor:
-    """[M]: the loss of each pair at the last position of its better row, 0 elsewhere."""
+def pair_losses(loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows) -> TokenLosses:
+    """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the pairs."""
     last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
-    return loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
+    loss_M = loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
+    sums = {name: value_Q.sum() for name, value_Q in values.items()}
+    return TokenLosses(loss_M, sums, torch.tensor(len(pairs), device=loss_Q.device))
 
 
 def pair_weights(batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megarl.algorithms.preference import bradley_terry, local_pairs, place_losses
+from megarl.algorithms.preference import bradley_terry, local_pairs, pair_losses
 from megarl.algorithms.rows import Rows, clean
 from megarl.types import MicrobatchRows, PreferenceBatch, StepBatch, TokenLosses, TokenOutputs
 
@@ -35,16 +35,16 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
         return outputs.values_T[cu_seqlens[1:] - 1]
     rows = Rows.of(response_positions(mask_T), cu_seqlens)
 
-    def largest(x_T: Tensor) -> Tensor:
-        masked_T = torch.where(rows.mask_T, x_T, -torch.inf)
-        return clean(torch.segment_reduce(masked_T, "max", offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
+    def extreme(x_T: Tensor, kind: str) -> Tensor:
+        masked_T = torch.where(rows.mask_T, x_T, torch.inf if kind == "min" else -torch.inf)
+        return clean(torch.segment_reduce(masked_T, kind, offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
 
     if aggregate in ("max", "min"):
-        return largest(outputs.values_T) if aggregate == "max" else -largest(-outputs.values_T)
+        return extreme(outputs.values_T, aggregate)
     if aggregate != "weighted":
         return {"sum": rows.sum, "mean": rows.mean}[aggregate](outputs.values_T)
     assert outputs.gates_T is not None
-    largest_T = rows.spread(largest(outputs.gates_T.detach()))
+    largest_T = rows.spread(extreme(outputs.gates_T.detach(), "max"))
     shares_T = clean(outputs.gates_T - largest_T, rows.mask_T).exp()
     return rows.sum(shares_T * outputs.values_T) / rows.sum(shares_T).clamp(min=1)
 
@@ -66,10 +66,9 @@ def ranking_losses(
     pairs, margins = local_pairs(batch, rows)
     scores_R = scores(outputs, rows)
     scores_Q2 = scores_R.detach()[pairs]
-    sums = {"accuracy": ranked_right(scores_R.detach(), pairs).sum(), "score/mean": scores_Q2.mean(1).sum()}
-    sums["score/difference"] = (scores_Q2[:, 0] - scores_Q2[:, 1]).sum()
-    loss_Q = bradley_terry(scores_R, pairs, margins, centre=centre)
-    return TokenLosses(place_losses(loss_Q, pairs, rows), sums, torch.tensor(len(pairs), device=loss_Q.device))
+    values = {"accuracy": ranked_right(scores_R.detach(), pairs), "score/mean": scores_Q2.mean(1)}
+    values["score/difference"] = scores_Q2[:, 0] - scores_Q2[:, 1]
+    return pair_losses(bradley_terry(scores_R, pairs, margins, centre=centre), values, pairs, rows)
 
 
 def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:

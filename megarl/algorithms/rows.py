@@ -67,16 +67,13 @@ class Rows:
         return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
-        """[T] fp64: y_t = x_t + decay y_(next t), where next t is the row's next True position; 0 on False positions.
-
-        With a decay, each pass doubles the number of positions that a sum covers.
-        """
+        """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on False positions."""
         y_K = x_T[self.mask_T].double()
         for y_L in y_K.split(self.num_tokens_N.tolist()):
             if decay == 1.0:
                 y_L.copy_(y_L.flip(0).cumsum(0).flip(0))
                 continue
-            reach = 1
+            reach = 1  # positions that a sum covers
             while reach < len(y_L) and decay**reach:
                 y_L[:-reach] += decay**reach * y_L[reach:]
                 reach *= 2
@@ -84,13 +81,12 @@ class Rows:
 
     def first(self, x_T: Tensor) -> Tensor:
         """[N]: the value at each row's first True position; 0 for a row without any."""
-        first_N = torch.cat([self.num_tokens_N.new_zeros(1), self.num_tokens_N.cumsum(0)[:-1]])
+        first_N = self.num_tokens_N.cumsum(0) - self.num_tokens_N
         return torch.cat([x_T[self.mask_T], x_T.new_zeros(1)])[first_N] * (self.num_tokens_N > 0)
 
     def next(self, x_T: Tensor) -> Tensor:
         """[T]: the value at the row's next True position, 0 on the last of a row and on False positions."""
-        next_K = torch.cat([x_T[self.mask_T][1:], x_T.new_zeros(1)])[: int(self.num_tokens_N.sum())]
-        ends_N = self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0]
+        next_K, ends_N = x_T[self.mask_T].roll(-1), self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0]
         return self._scatter(next_K.index_fill(0, ends_N - 1, 0))
 
     def _scatter(self, x_K: Tensor) -> Tensor:
@@ -117,14 +113,11 @@ class Groups:
         x_V = torch.where(self.size_V > 0, x_V.double(), 0)
         return x_V.new_zeros(x_V.numel() + 1).index_add(0, self.group_V, x_V)[self.group_V]
 
-    def mean(self, x_V: Tensor) -> Tensor:
-        size_V = self.size_V.clamp(min=1)
-        mean_V = self.sum(x_V) / size_V
-        return mean_V + self.sum(x_V - mean_V) / size_V  # the second pass removes the rounding of the first
-
     def centre(self, x_V: Tensor) -> Tensor:
         """x minus the group's mean; exactly 0 where the values of a group differ only by rounding."""
-        mean_V = self.mean(x_V)
+        size_V = self.size_V.clamp(min=1)
+        mean_V = self.sum(x_V) / size_V
+        mean_V += self.sum(x_V - mean_V) / size_V  # removes the rounding of the first pass
         centred_V = x_V.double() - mean_V
         differs_V = centred_V.abs() > 1e-12 * mean_V.abs().clamp(min=1)
         return torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)

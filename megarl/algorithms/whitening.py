@@ -40,8 +40,8 @@ class Stats:
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
     """Statistics of `x_T` over the True positions, in two passes. An integer mask says how often a value counts."""
-    at_T = mask_T.bool()
-    x_K, count_K = x_T.detach()[at_T].double(), mask_T[at_T].double()
+    is_counted_T = mask_T.bool()
+    x_K, count_K = x_T.detach()[is_counted_T].double(), mask_T[is_counted_T].double()
     if not x_K.numel():
         return Stats(0, 0.0, 0.0)
     n = float(count_K.sum())
@@ -61,12 +61,8 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
 
-    Args:
-        stats: of the whole rollout batch, where `x_T` is a part of it; by default those of `x_T`.
-        center_only: subtract the mean only.
-        biased: divide the squared deviations by n, not by n - 1.
-
-    Values that are all equal, or too large to square, become exactly 0.
+    `stats` are those of the whole rollout batch, where `x_T` is a part of it; `biased`: the variance divides by n, not
+    by n - 1. Values that are all equal, or too large to square, become exactly 0.
     """
     dtype = at_least_fp32(x_T.dtype)
     stats = whiten_stats(x_T, mask_T) if stats is None else stats

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
 from megarl.rollout.schedule import Generate, request_seed
-from megarl.telemetry.metrics import forget_steps, json_line
+from megarl.telemetry.metrics import append_line, forget_steps
 from megarl.types import Prompt, Request, Sample
 
 
@@ -71,8 +71,7 @@ class Evaluation:
         for measure in self.measures:
             result |= measure(step)
         if self.file is not None:
-            with self.file.open("a", encoding="utf-8") as out:
-                out.write(json_line(result))
+            append_line(self.file, result)
         self.evaluated(step, result)
         self.say(describe(result))
         return result

@@ -35,24 +35,19 @@ COLOURS = {  # name: on a light page, on a dark one
 INK, FAINT, GRID = (COLOURS[name][0] for name in ("ink", "faint", "grid"))
 CURVE_COLOURS = tuple(COLOURS)[4:]
 
-# title, {metric: label}, axis scale; panels without data are omitted
-PANELS: tuple[tuple[str, Mapping[str, str], str], ...] = (
-    ("entropy", {"entropy": "entropy"}, "linear"),
-    ("gradient norm", {"grad_norm": "gradient norm"}, "linear"),
-    ("log-prob difference, trainer and engine", {"logprob_diff/mean": "mean", "logprob_diff/max": "max"}, "log"),
-    ("KL divergence", {"kl/ref": "from the reference", "kl/rollout": "from the engine"}, "linear"),
-    ("KL from the teacher", {"kl/teacher": "on the samples", "kl/teacher_top_k": "of each token"}, "linear"),
-    ("response length, tokens", {"length/mean": "mean"}, "linear"),
-    ("loss", {"loss": "loss", "value/loss": "of the critic", "eval/loss": "held out"}, "linear"),
-    ("critic: explained variance", {"value/explained_variance": "explained variance"}, "linear"),
-    (
-        "seconds",
-        {"time/step": "step", "time/generate": "generate", "time/update": "update", "time/publish": "publish"},
-        "linear",
-    ),
-    ("sampled tokens per second", {"tokens_per_second": "tokens/s"}, "linear"),
-    ("GPU power, W", {"gpu/power_w/mean": "mean", "gpu/power_w/max": "max"}, "linear"),
-)
+PANELS: dict[str, Mapping[str, str]] = {  # title: {metric: label}; panels without data are omitted
+    "entropy": {"entropy": "entropy"},
+    "gradient norm": {"grad_norm": "gradient norm"},
+    "log-prob difference, trainer and engine": {"logprob_diff/mean": "mean", "logprob_diff/max": "max"},
+    "KL divergence": {"kl/ref": "from the reference", "kl/rollout": "from the engine"},
+    "KL from the teacher": {"kl/teacher": "on the samples", "kl/teacher_top_k": "of each token"},
+    "response length, tokens": {"length/mean": "mean"},
+    "loss": {"loss": "loss", "value/loss": "of the critic", "eval/loss": "held out"},
+    "critic: explained variance": {"value/explained_variance": "explained variance"},
+    "seconds": {f"time/{name}": name for name in ("step", "generate", "update", "publish")},
+    "sampled tokens per second": {"tokens_per_second": "tokens/s"},
+    "GPU power, W": {"gpu/power_w/mean": "mean", "gpu/power_w/max": "max"},
+}
 MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 HEADLINE = {
     "reward/accuracy/mean": "accuracy, sampled",
@@ -105,14 +100,14 @@ def run_panels(rows: Rows, evaluations: Rows) -> list[Panel]:
     panels.append(Panel("held-out sets", _curves(evaluations, _sets(evaluations), is_sparse=True)))
     if len(parts) > 1:
         panels.append(Panel("reward by component, unweighted", _curves(rows, dict(sorted(parts.items())))))
-    panels += [Panel(title, _curves(rows, metrics), scale) for title, metrics, scale in PANELS]
+    panels += [Panel(title, _curves(rows, metrics), _scale(*metrics)) for title, metrics in PANELS.items()]
     return [panels[0], *(panel for panel in panels[1:] if panel.curves)]
 
 
 def _sets(evaluations: Rows) -> dict[str, str]:
     """The metrics of eval.sets, such as aime24/mean@16 and aime24/pass@8: those with an interval."""
-    found = {key: key for row in evaluations for key in row if f"{key}/low" in row and "/" in key}
-    return {key: found[key] for key in sorted(found)}
+    found = {key for row in evaluations for key in row if f"{key}/low" in row and "/" in key}
+    return {key: key for key in sorted(found)}
 
 
 def compared_panels(runs: Mapping[str, tuple[Rows, Rows]]) -> list[Panel]:
@@ -127,9 +122,12 @@ def compared_panels(runs: Mapping[str, tuple[Rows, Rows]]) -> list[Panel]:
             if (points := _series(run[source], key))[0]
         ]
         if curves:
-            scale = "log" if key.startswith("logprob_diff") else "linear"
-            panels.append(Panel(title, curves, scale, has_legend=False))
+            panels.append(Panel(title, curves, _scale(key), has_legend=False))
     return panels
+
+
+def _scale(*metrics: str) -> str:
+    return "log" if metrics[0].startswith("logprob_diff") else "linear"
 
 
 def run_styles(count: int) -> list[tuple[str, bool]]:
@@ -147,7 +145,8 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
     grid = figure.add_gridspec(1 + lines, 3, height_ratios=[1.7] + [1] * lines)
     axes = figure.add_subplot(grid[0, :])
     _draw(axes, first)
-    _label_ends(axes, first.curves)
+    if first.curves and len(first.curves[0].values) > 1:
+        _label_ends(axes, first.curves[0])
     for index, panel in enumerate(others):
         _draw(figure.add_subplot(grid[1 + index // 3, index % 3]), panel)
     figure.suptitle(_plain(title, most=100), color=INK, fontsize=13, x=0.01, ha="left")
@@ -203,11 +202,10 @@ def _plain(text: str, *, most: int = 40) -> str:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
+    lowest = 0 if panel.scale == "log" else -MAX_DRAWN
     for curve in panel.curves:
         points = zip(curve.steps, curve.values, strict=True)
-        drawn = [
-            (step, value) for step, value in points if abs(value) < MAX_DRAWN and (panel.scale != "log" or value > 0)
-        ]
+        drawn = [(step, value) for step, value in points if lowest < value < MAX_DRAWN]
         _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
     lines = _legend_lines(panel)
     axes.set_title(_plain(panel.title, most=60), fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)
@@ -245,13 +243,11 @@ def _draw_curve(axes: Any, curve: Curve, steps: list[int], values: list[float]) 
     axes.plot(steps, values, style, color=colour, linewidth=1.7, label=label, marker=marker, markersize=3.5)
 
 
-def _label_ends(axes: Any, curves: Sequence[Curve]) -> None:
-    """Annotates the first curve with its first and last value."""
-    if not curves or len(curves[0].values) < 2:
-        return
-    steps, values = curves[0].steps, curves[0].values
+def _label_ends(axes: Any, curve: Curve) -> None:
+    """Annotates a curve with its first and last value."""
+    steps, values = curve.steps, curve.values
     few = max(1, len(values) // 20)
-    style = {"va": "top", "fontsize": 9, "color": COLOURS[curves[0].colour][0], "weight": "bold"}
+    style = {"va": "top", "fontsize": 9, "color": COLOURS[curve.colour][0], "weight": "bold"}
     for step, ends, side in ((steps[0], values[:few], "left"), (steps[-1], values[-few:], "right")):
         mean = sum(ends) / few
         axes.annotate(f"{mean:.2f}", (step, mean), textcoords="offset points", xytext=(0, -7), ha=side, **style)

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megarl.telemetry.metrics import read_jsonl
+from megarl.telemetry.sample_files import sample_files
+
 if TYPE_CHECKING:  # an audit needs no torch
     from megarl.roles import Prompts
     from megarl.types import Prompt
@@ -87,9 +90,8 @@ class Ledger:
         self._last = max([self._last, *ids])
         first = min([*self._open, *self._carried, self.stream.state()["position"]])
         self._settled = {number for number in self._settled | ids if number >= first}
-        self._write(
-            "settled", step=step, outcomes={name: _runs(ids) for name, ids in outcomes.items() if ids}, **values
-        )
+        runs = {name: _runs(numbers) for name, numbers in outcomes.items() if numbers}
+        self._write("settled", step=step, outcomes=runs, **values)
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -236,18 +238,11 @@ def audit(folder: Path) -> Audit:
     if not (file := folder / LEDGER).is_file():
         raise ValueError(f"{folder} has no {LEDGER}; stages that sample write one")
     report = Audit.of(file)
-    from megarl.telemetry.metrics import read_jsonl
-    from megarl.telemetry.sample_files import sample_files
-
     trained = {(n, step) for n, step in report.steps.items() if not report.states.get(n, "").startswith("filtered")}
     for step, samples in sample_files(folder / "rollouts").items():
-        rows = read_jsonl(samples, prompt_id=int, versions=list)
-        report._need(
-            {row["prompt_id"] for row in rows if (row["prompt_id"], step) not in trained},
-            f"are in {samples.name}, but were not trained at step {step}",
-        )
-        old = {
-            row["prompt_id"] for row in rows for v, _ in row["versions"] if not 0 <= step - v <= report.max_staleness
-        }
-        report._need(old, f"have tokens in {samples.name} that are staler than {report.max_staleness}")
+        rows, limit = read_jsonl(samples, prompt_id=int, versions=list), report.max_staleness
+        untrained = {row["prompt_id"] for row in rows if (row["prompt_id"], step) not in trained}
+        report._need(untrained, f"are in {samples.name}, but were not trained at step {step}")
+        old = {row["prompt_id"] for row in rows for v, _ in row["versions"] if not 0 <= step - v <= limit}
+        report._need(old, f"have tokens in {samples.name} that are staler than {limit}")
     return report

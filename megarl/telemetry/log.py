@@ -27,7 +27,14 @@ from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.roles import Record
 from megarl.telemetry.gpus import open_gpus
-from megarl.telemetry.metrics import MetricsFile, publish_metrics, rollout_metrics, staleness_metrics, update_metrics
+from megarl.telemetry.metrics import (
+    append_line,
+    forget_steps,
+    publish_metrics,
+    rollout_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from megarl.telemetry.sample_files import SampleWriter
 from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
@@ -55,27 +62,21 @@ class Silent:
     def span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        return
-
-    def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
-        return
-
-    def close(self) -> None:
-        return
+    def add(self, metrics: Mapping[str, Any]) -> None: ...
+    def evaluated(self, step: int, results: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Timeline:
     """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after every flush.
 
-    `seconds` totals the spans of each name since the last `clear`; `flush` appends finished spans to the file.
+    `seconds` totals the spans of each name in a step; `flush` appends finished spans to the file.
     """
 
     def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._events, self._is_empty = [], True
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._out = file.open("w+", encoding="utf-8")
+        self._events, self._separator = [], "\n"
+        self._out = file.open("w", encoding="utf-8")
         self._out.write("[\n]")
         self._out.flush()
         self._origin = time.perf_counter()
@@ -91,17 +92,13 @@ class Timeline:
             start_us, took_us = round((begin - self._origin) * 1e6, 1), round(took * 1e6, 1)
             self._events.append({"name": name, "ph": "X", "ts": start_us, "dur": took_us, "pid": 0, "tid": 0})
 
-    def clear(self) -> None:
-        self.seconds.clear()
-
     def flush(self) -> None:
         if not self._events:
             return
         self._out.seek(self._out.seek(0, 2) - len("\n]"))  # overwrite the closing bracket
-        lead = "\n" if self._is_empty else ",\n"
-        self._out.write(lead + ",\n".join(map(json.dumps, self._events)) + "\n]")
+        self._out.write(self._separator + ",\n".join(map(json.dumps, self._events)) + "\n]")
         self._out.flush()
-        self._events, self._is_empty = [], False
+        self._events, self._separator = [], ",\n"
 
     def close(self) -> None:
         self.flush()
@@ -110,13 +107,9 @@ class Timeline:
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
-    has_reward = metrics.get("reward/mean") is not None
-    parts = []
-    for key, name, style in SHOWN:
-        value = metrics.get(key)
-        if isinstance(value, int | float) and not (name == "loss" and has_reward):
-            parts.append(f"{name} {style.format(value)}")
-    return "  ".join(parts)
+    omitted = "loss" if metrics.get("reward/mean") is not None else None
+    values = [(name, style, metrics.get(key)) for key, name, style in SHOWN if key != omitted]
+    return "  ".join(f"{name} {style.format(value)}" for name, style, value in values if isinstance(value, int | float))
 
 
 class ProgressDisplay:
@@ -161,7 +154,8 @@ class Telemetry:
         folder, settings = run_dir(config), config.telemetry
         self._facts = dict(facts)
         self._samples = SampleWriter(folder / "rollouts", settings.rollouts, seed=config.run.seed, start=start)
-        self._file = MetricsFile(folder / "metrics.jsonl", start=start)
+        self._file = folder / "metrics.jsonl"
+        forget_steps(self._file, start)
         self._timeline = Timeline(folder / "timeline.json")
         self._trackers = Trackers(config, start=start)
         self._gpus = open_gpus(gpu_uuids)
@@ -173,7 +167,7 @@ class Telemetry:
 
     @contextmanager
     def step(self, step: int) -> Iterator[Record]:
-        self._timeline.clear()
+        self._timeline.seconds.clear()
         self._began = time.perf_counter()
         with self._timeline.span(f"step {step}"):
             yield partial(self._write, step)
@@ -198,7 +192,7 @@ class Telemetry:
         sync: PublishReport | None,
         scored: ScoredBatch | None = None,
     ) -> None:
-        took = time.perf_counter() - self._began
+        took, seconds = time.perf_counter() - self._began, self._timeline.seconds
         groups = rollout.groups if rollout else ()
         sampled = sum(int(sample.trainable.sum()) for group in groups for sample in group.samples)
         metrics = {
@@ -207,7 +201,8 @@ class Telemetry:
             **(rollout_metrics(rollout) if rollout else {}),
             **staleness_metrics(groups, step),
             **update_metrics(update),
-            **self._times(took),
+            "time/step": took,
+            **{f"time/{key}": seconds[x] for key, phase in TIMES.items() for x in (phase, key) if x in seconds},
             **(publish_metrics(sync) if sync else {}),
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,
@@ -215,7 +210,7 @@ class Telemetry:
         }
         self._added.clear()
         self._timeline.flush()  # a step that is in metrics.jsonl is in the timeline too, whenever the run is killed
-        self._file.write(metrics)
+        append_line(self._file, metrics)
         self._samples.write(step, groups, scored)
         self._trackers.log(step, metrics)
         self._progress.show(step, metrics)
@@ -223,12 +218,6 @@ class Telemetry:
     def close(self) -> None:
         self._progress.close()
         self._timeline.close()
-        self._file.close()
         if self._gpus:
             self._gpus.close()
         self._trackers.close()
-
-    def _times(self, took: float) -> dict[str, float]:
-        seconds = self._timeline.seconds
-        times = {f"time/{key}": seconds.get(key, seconds.get(phase)) for key, phase in TIMES.items()}
-        return {"time/step": took} | {key: value for key, value in times.items() if value is not None}

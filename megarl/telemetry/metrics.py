@@ -1,7 +1,7 @@
 """Metrics of one step, computed from what the roles returned, and their file: one JSON object per line.
 
     Rollout       --rollout_metrics-+
-    StepReport    --update_metrics--+--> {key: value} --MetricsFile.write--> runs/<name>/metrics.jsonl
+    StepReport    --update_metrics--+--> {key: value} --append_line--> runs/<name>/metrics.jsonl
     PublishReport --publish_metrics-+
 
 Only rank 0 writes. A run can be killed at any byte, and a disk can fill up, so readers leave out lines they cannot use.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -48,15 +47,12 @@ def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     rewards = [sample.reward or 0.0 for sample in samples]
     lengths = [int(sample.trainable.sum()) for sample in samples]
     baselines = [group.baseline for group in groups if group.baseline is not None]
-    parts: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, value in sample.rewards.items():
-            parts[name].append(value)
+    names = sorted({name for sample in samples for name in sample.rewards})
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         **({"reward/baseline": fmean(baselines)} if baselines else {}),
-        **{f"reward/{name}/mean": fmean(values) for name, values in sorted(parts.items())},
+        **{f"reward/{name}/mean": fmean(s.rewards[name] for s in samples if name in s.rewards) for name in names},
         "length/mean": fmean(lengths),
         "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
         "samples/count": len(samples),
@@ -98,26 +94,15 @@ def publish_metrics(report: PublishReport) -> dict[str, Any]:
     }
 
 
-class MetricsFile:
-    """Appends a line per step. A resumed run removes the lines of the steps that it repeats."""
-
-    def __init__(self, file: Path, *, start: int) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        forget_steps(file, start)
-        self._out = file.open("a", encoding="utf-8")
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        self._out.write(json_line(values))
-        self._out.flush()
-
-    def close(self) -> None:
-        self._out.close()
+def append_line(file: Path, values: Mapping[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.write(_json_line(values))
 
 
 def forget_steps(file: Path, start: int) -> None:
-    """Removes the lines of steps from `start` on; creates the file if there is none."""
+    """Removes the lines of steps from `start` on, which a resumed run repeats; creates the file if there is none."""
     earlier = [row for row in read_metrics(file) if row["step"] < start] if start else []
-    write_atomic(file, "".join(map(json_line, earlier)))
+    write_atomic(file, "".join(map(_json_line, earlier)))
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -132,15 +117,14 @@ def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
     """
     text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
     # str.splitlines would also split at the line separators of Unicode, which JSON strings may contain
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    rows = {number: row for number, line in lines if (row := _parse(line, types)) is not None}
-    if bad := [number for number, _ in lines if number not in rows]:
+    rows = {number: _parse(line, types) for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if bad := [number for number, row in rows.items() if row is None]:
         count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
         print(
             f"megarl: warning: {file}: {count} left out, line {bad[0]} first: not JSON objects with {', '.join(types)}",
             file=sys.stderr,
         )
-    return list(rows.values())
+    return [row for row in rows.values() if row is not None]
 
 
 def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
@@ -155,7 +139,7 @@ def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
     return {key: _finite(value) for key, value in row.items()}
 
 
-def json_line(values: Mapping[str, Any]) -> str:
+def _json_line(values: Mapping[str, Any]) -> str:
     """NaN and infinity, which JSON lacks, become null."""
     return json.dumps({key: _finite(value) for key, value in values.items()}) + "\n"
 

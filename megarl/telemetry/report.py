@@ -54,14 +54,13 @@ def write_report(folder: Path) -> Path:
     parts += [*_sample_sections(folder), *_weights(folder)]
     peaks = {key.split("/")[1]: key for row in rows for key in row if key.endswith("/peak_gb")}
     if peaks:
-        most = [(phase, _format(max(_number(row.get(key)) or 0.0 for row in rows))) for phase, key in peaks.items()]
+        most = [(phase, max(_number(row.get(key)) or 0.0 for row in rows)) for phase, key in peaks.items()]
         parts += ["<h2>Peak memory</h2>", _table(("phase", "GB"), most)]
-    ends = [(key, _format(rows[0].get(key)), _format(value)) for key, value in last.items()]
+    ends = [(key, rows[0].get(key), value) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
     if (config := folder / "config.yaml").is_file():
-        parts.append(
-            _folded("Config", f"<pre>{html.escape(config.read_text(encoding='utf-8', errors='replace'))}</pre>")
-        )
+        text = config.read_text(encoding="utf-8", errors="replace")
+        parts.append(_folded("Config", f"<pre>{html.escape(text)}</pre>"))
     return _write_page(folder / "report.html", folder.name, parts)
 
 
@@ -108,9 +107,9 @@ def _held_out(evaluations: Rows) -> str:
 def _differing_settings(files: Sequence[Path]) -> list[list[str]]:
     """Rows of a dotted key and its value in each config; run.name and run.dir always differ and are left out."""
     configs = [_settings(file) if file.is_file() else {} for file in files]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    values = {key: [config.get(key, "-") for config in configs] for key in keys if key not in ("run.name", "run.dir")}
-    return [[key, *row] for key, row in values.items() if len(set(row)) > 1]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in ("run.name", "run.dir"))
+    rows = [[key, *(config.get(key, "-") for config in configs)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _settings(file: Path) -> dict[str, str]:
@@ -146,10 +145,9 @@ def _sample_sections(folder: Path) -> list[str]:
     if not files:
         return []
     step, file = files.popitem()
-    # the samples of a prompt are often equal
     rows = read_jsonl(file, prompt=str, response=str)
-    samples = list({(sample["prompt"], sample["response"]): sample for sample in rows}.values())
-    samples.sort(key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
+    unique = {(sample["prompt"], sample["response"]): sample for sample in rows}  # a prompt's are often equal
+    samples = sorted(unique.values(), key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
     middle = (len(samples) + 1) // 2
     best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
     sections = (("Best", best), ("Worst", worst[::-1]))
@@ -162,7 +160,7 @@ def _sample_sections(folder: Path) -> list[str]:
 
 def _sample(values: Mapping[str, Any]) -> str:
     rewards = values.get("rewards")
-    facts = [f"{name} {_format(value)}" for name, value in (rewards if isinstance(rewards, dict) else {}).items()]
+    facts = [f"{name} {_format(x)}" for name, x in rewards.items()] if isinstance(rewards, dict) else []
     if (advantage := _number(values.get("advantage"))) is not None:
         facts.append(f"advantage {advantage:+.3g}")
     facts += [f"{_format(values['length'])} tokens"] if "length" in values else []
@@ -193,9 +191,9 @@ def _figures(panels: Sequence[Panel]) -> list[str]:
     return ["<div class=panels>", *(f"<figure>{svg(panel)}</figure>" for panel in panels), "</div>"]
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>" for row in body)
+    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(_format(x))}</td>' for x in row)}</tr>" for row in body)
     return f"<div class=wide><table><tr>{heads}</tr>{rows}</table></div>"
 
 

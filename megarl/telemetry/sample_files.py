@@ -37,8 +37,8 @@ def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[
         order.sort(key=lambda index: samples[index].reward or 0.0)  # stable
         best = -(-count // 4)
         worst = min(best, count - best)
-        middle = order[worst : len(order) - best]
-        order = order[:worst] + order[len(order) - best :] + random.sample(middle, count - best - worst)
+        middle = order[worst:-best]
+        order = order[:worst] + order[-best:] + random.sample(middle, count - best - worst)
     return sorted(order)
 
 
@@ -58,7 +58,7 @@ class SampleWriter:
             return
         rows = [(group, sample) for group in groups for sample in group.samples]
         chosen = choose_samples([sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}")
-        lines = [_line(*rows[row]) | ({} if scored is None else _advantage(scored, row)) for row in chosen]
+        lines = [_line(*rows[row]) | (_advantage(scored, row) if scored else {}) for row in chosen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can escape
         write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace"))
@@ -79,13 +79,9 @@ def _line(group: Group, sample: Sample) -> dict[str, Any]:
         "length": int(sample.trainable.sum()),
         "truncated": sample.finish == "length",
         "finish": sample.finish,
-        "versions": _runs(sample.versions[sample.trainable].tolist()),
+        # of the sampled tokens: [version, number of tokens in a row]
+        "versions": [[v, len(list(run))] for v, run in groupby(sample.versions[sample.trainable].tolist())],
     }
-
-
-def _runs(versions: list[int]) -> list[list[int]]:
-    """[version, number of tokens in a row] of the sampled tokens."""
-    return [[version, len(list(run))] for version, run in groupby(versions)]
 
 
 def _advantage(scored: ScoredBatch, row: int) -> dict[str, float | None]:

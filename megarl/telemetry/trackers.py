@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,9 @@ def check_trackers(telemetry: Telemetry) -> None:
     for name, module in (("tensorboard", "tensorboard.summary"), ("wandb", "wandb.sdk")):
         value = getattr(telemetry, name)
         if value and not is_installed(module):
+            shown = "true" if value is True else value
             raise ValueError(
-                f"telemetry.{name}={str(value).lower() if value is True else value} needs the package {name}, which is "
-                f"not installed; run pip install {name}"
+                f"telemetry.{name}={shown} needs the package {name}, which is not installed; run pip install {name}"
             )
     if telemetry.wandb:
         import wandb
@@ -55,16 +55,14 @@ class Trackers:
 
     def __init__(self, config: Config, *, start: int) -> None:
         folder, telemetry = run_dir(config), config.telemetry
-        makers: dict[str, Callable[[], TensorBoard | WandB]] = {}
-        if telemetry.tensorboard:
-            makers["TensorBoard"] = partial(TensorBoard, folder, start=start)
-        if telemetry.wandb:
-            values = config.model_dump(mode="json")
-            makers["Weights & Biases"] = partial(WandB, telemetry.wandb, folder, values, start=start)
         self._running: dict[str, TensorBoard | WandB] = {}
-        for name, make in makers.items():
-            with self._dropped_on_failure(name):
-                self._running[name] = make()
+        if telemetry.tensorboard:
+            with self._dropped_on_failure("TensorBoard"):
+                self._running["TensorBoard"] = TensorBoard(folder, start=start)
+        if telemetry.wandb:
+            with self._dropped_on_failure("Weights & Biases"):
+                values = config.model_dump(mode="json")
+                self._running["Weights & Biases"] = WandB(telemetry.wandb, folder, values, start=start)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
         """Passes on the finite numbers; booleans are 0 and 1. A later call completes a step without `is_complete`."""

@@ -47,9 +47,10 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     _assert_agrees(layout)
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    names = ("tensor_model_parallel", "expert_tensor_parallel", "context_parallel")
-    stage: Any = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    return ProcessGroups(*(getattr(parallel_state, f"get_{name}_group")() for name in names), stage)
+    names = {"tensor": AXES["tp"], "expert_tensor": AXES["etp"], "context": AXES["cp"]}
+    groups: dict[str, Any] = {name: getattr(parallel_state, f"get_{of}_group")() for name, of in names.items()}
+    groups["stage"] = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    return ProcessGroups(**groups)
 
 
 def destroy_parallel() -> None:

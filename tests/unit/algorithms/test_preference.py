@@ -17,8 +17,8 @@ from megarl.algorithms.preference import (
     dpo,
     dpo_losses,
     local_pairs,
+    pair_losses,
     pair_weights,
-    place_losses,
     response_logprobs,
 )
 from megarl.config.section import Dpo
@@ -184,7 +184,9 @@ def test_every_pair_or_every_prompt_counts_equally() -> None:
             assert margins.tolist() == [
                 m for m, p in zip(batch.margins.tolist(), batch.pairs, strict=True) if p[0] in rows.rows
             ]
-            sums.append(float((place_losses(torch.ones(len(pairs)), pairs, rows) * rows.select(weights_T)).sum()))
+            sums.append(
+                float((pair_losses(torch.ones(len(pairs)), {}, pairs, rows).loss * rows.select(weights_T)).sum())
+            )
         assert sums == pytest.approx([1.0, 1.0])
 
 

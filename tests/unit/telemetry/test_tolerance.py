@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.schema import SampleFiles
 from megarl.telemetry.curves import Curve, Panel, draw_png, run_panels, svg
-from megarl.telemetry.metrics import MetricsFile, forget_steps, read_jsonl, read_metrics
+from megarl.telemetry.metrics import append_line, forget_steps, read_jsonl, read_metrics
 from megarl.telemetry.report import PLAN, write_comparison, write_report
 from megarl.telemetry.sample_files import SampleWriter, sample_files
 
@@ -72,9 +72,8 @@ def test_a_bad_line_is_left_out_and_counted(tmp_path: Path, capfd: pytest.Captur
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_run_resumes_behind_a_bad_line(tmp_path: Path, name: str) -> None:
     file = write_lines(tmp_path / "metrics.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40])
-    resumed = MetricsFile(file, start=1)
-    resumed.write({"step": 1, "loss": 9.0})
-    resumed.close()
+    forget_steps(file, 1)
+    append_line(file, {"step": 1, "loss": 9.0})
     assert file.read_text() == '{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 9.0}\n'
     evaluated = write_lines(tmp_path / "eval.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40])
     forget_steps(evaluated, 1)

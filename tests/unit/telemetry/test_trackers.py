@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Telemetry
-from megarl.telemetry.metrics import MetricsFile, read_metrics
+from megarl.telemetry.metrics import append_line, forget_steps, read_metrics
 from megarl.telemetry.trackers import Trackers, check_trackers
 
 
@@ -24,15 +24,16 @@ def made(folder: Path, **telemetry: Any) -> Config:
 
 def run(config: Config, folder: Path, start: int, end: int, loss: float) -> None:
     """Steps as Telemetry records them, with an evaluation before each even one."""
-    file, trackers = MetricsFile(folder / "metrics.jsonl", start=start), Trackers(config, start=start)
+    folder.mkdir(exist_ok=True)
+    forget_steps(folder / "metrics.jsonl", start)
+    trackers = Trackers(config, start=start)
     for step in range(start, end):
         if step % 2 == 0:
             trackers.log(step, {"eval/step": step, "eval/accuracy": loss}, is_complete=False)
         metrics = {"step": step, "loss": loss + step, "reward/http://host:1/x/mean": 1.0, "weights/verified": True}
         metrics |= {"layout": "tp2", "kl/ref": None, "kl/rollout": float("nan")}
-        file.write(metrics)
+        append_line(folder / "metrics.jsonl", metrics)
         trackers.log(step, metrics)
-    file.close()
     trackers.close()
 
 
