@@ -29,7 +29,7 @@ LOOK_S = 2.0
 
 @dataclass
 class StoppedProcesses:
-    """Those of one node, where Ray runs it as an actor."""
+    """Those of one node."""
 
     limit_s: float  # after which one is killed
     _since: dict[int, float] = field(default_factory=dict)
@@ -58,6 +58,11 @@ class StoppedProcesses:
         return lines
 
 
+@ray.remote(num_cpus=0)
+class NodeWatch(StoppedProcesses):
+    """As an actor."""
+
+
 class Watch:
     """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
 
@@ -70,8 +75,7 @@ class Watch:
     def add(self, name: str, node: str, pid: int) -> None:
         """In place of an earlier process of that name."""
         if node not in self._nodes:
-            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor: Any = ray.remote(num_cpus=0)(StoppedProcesses)
+            strategy, actor = NodeAffinitySchedulingStrategy(node_id=node, soft=False), NodeWatch
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 
