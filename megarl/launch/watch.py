@@ -1,6 +1,6 @@
 """Stopped processes of the split topology: reported after 5 s, killed after half of launch.timeout_s, then replaced.
 
-    controller: a thread --names and process ids, every LOOK_S--> StoppedProcesses, one a node --lines--> stderr
+    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
 
 To Ray a stopped process looks like a slow one; the kernel knows the difference (launch.heartbeat.is_stopped).
 """
@@ -29,7 +29,7 @@ LOOK_S = 2.0
 
 @dataclass
 class StoppedProcesses:
-    """Those of one node, where Ray runs it as an actor."""
+    """Those of one node."""
 
     limit_s: float  # after which one is killed
     _since: dict[int, float] = field(default_factory=dict)
@@ -58,6 +58,11 @@ class StoppedProcesses:
         return lines
 
 
+@ray.remote(num_cpus=0)
+class NodeWatch(StoppedProcesses):
+    """An actor on the node."""
+
+
 class Watch:
     """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
 
@@ -70,8 +75,7 @@ class Watch:
     def add(self, name: str, node: str, pid: int) -> None:
         """In place of an earlier process of that name."""
         if node not in self._nodes:
-            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor: Any = ray.remote(num_cpus=0)(StoppedProcesses)
+            strategy, actor = NodeAffinitySchedulingStrategy(node_id=node, soft=False), NodeWatch
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 
