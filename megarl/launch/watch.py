@@ -1,6 +1,6 @@
 """Stopped processes of the split topology: reported after 5 s, killed after half of launch.timeout_s, then replaced.
 
-    controller: a thread --names and process ids, every LOOK_S--> StoppedProcesses, one a node --lines--> stderr
+    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
 
 To Ray a stopped process looks like a slow one; the kernel knows the difference (launch.heartbeat.is_stopped).
 """
@@ -60,7 +60,7 @@ class StoppedProcesses:
 
 @ray.remote(num_cpus=0)
 class NodeWatch(StoppedProcesses):
-    """As an actor."""
+    """An actor on the node."""
 
 
 class Watch:
