@@ -47,8 +47,9 @@ NUMPY = [
 class UnsafePickleError(ValueError):
     """A pickle names a class or function that a checkpoint does not contain."""
 
-    def __init__(self, file: object, name: str) -> None:
-        super().__init__(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
+    @classmethod
+    def of(cls, file: object, name: str) -> UnsafePickleError:  # no __init__: ranks send the error to each other
+        return cls(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -60,7 +61,7 @@ class SafeUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in ALLOWED:
             return super().find_class(module, name)
-        raise UnsafePickleError(self._file, f"{module}.{name}")
+        raise UnsafePickleError.of(self._file, f"{module}.{name}")
 
 
 def load_pickle(stream: IO[bytes]) -> Any:
@@ -74,7 +75,7 @@ def load_object(stream: IO[bytes], file: str) -> Any:
             value = torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise UnsafePickleError(file, name[1]) from None
+            raise UnsafePickleError.of(file, name[1]) from None
         raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():

@@ -88,7 +88,7 @@ def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
 def rows_of_outputs(
     weight: Sequence[ShardSlice], a: Sequence[ShardSlice], b: Sequence[ShardSlice], rank: int
 ) -> list[tuple[int, int, int, int]]:
-    """Returns where Bs lie in a weight, from this rank's slices: (row of the weight, row of B, rows, number of the A)."""
+    """Returns where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows, number of the A)."""
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
     found = []
