@@ -88,10 +88,7 @@ def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
 def rows_of_outputs(
     weight: Sequence[ShardSlice], a: Sequence[ShardSlice], b: Sequence[ShardSlice], rank: int
 ) -> list[tuple[int, int, int, int]]:
-    """Returns where a layer's Bs lie in its weight: (row of the weight, row of B, rows, number of the A), in order.
-
-    The arguments are this rank's slices of the weight and of its adapters.
-    """
+    """Returns where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows, number of the A)."""
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
     found = []

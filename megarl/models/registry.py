@@ -17,7 +17,16 @@ from megarl.models.shape import Family, ModelShape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
-MODULES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
+MODULES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+)
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
 REFUSED = (  # without a table: keys of multimodal or quantised models, or that change logits, which megarl computes
     "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",

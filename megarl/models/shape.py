@@ -78,8 +78,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`, whose functions take and return plain data. To add one, copy the file of a similar family, and
-    add it to `registry.MODULES`."""
+    """One `model_type`, whose functions take and return plain data. To add one, see CONTRIBUTING.md."""
 
     architecture: str  # the class in transformers; if empty, there is none, and random models are not available
     # reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
