@@ -47,13 +47,8 @@ NUMPY = [
 class UnsafePickleError(ValueError):
     """A pickle names a class or function that a checkpoint does not contain."""
 
-<<<<<<< HEAD
-    @classmethod  # not __init__: ranks exchange the error, and its only argument is then the text
-    def of(cls, file: object, name: str) -> UnsafePickleError:
-=======
     @classmethod
     def of(cls, file: object, name: str) -> UnsafePickleError:  # no __init__: ranks send the error to each other
->>>>>>> shrink-models
         return cls(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
 
 

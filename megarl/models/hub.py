@@ -61,5 +61,7 @@ def download(path: str, revision: str | None, patterns: Sequence[str], where: st
     if not (folder / "config.json").is_file():
         raise ValueError(f"{where} has no config.json on the hub; choose a model in Hugging Face format")
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
-        raise ValueError(f"{where} has no *.safetensors on the hub (.bin and .gguf are not read); choose one that has")
+        raise ValueError(
+            f"{where} has no *.safetensors on the hub, and .bin and .gguf are not read; choose one that has"
+        )
     return folder
