@@ -84,7 +84,8 @@ def run_check(rank: Rank) -> None:
     layouts, build = json.loads((run_dir(config) / "layouts.json").read_text()), partial(make_trainer, rank)
     results = check_layouts(layouts, batch, build, world=env.world_size, rank=env.rank)
     if env.is_main:
-        rows = compare(results, "fp8" if config.precision.fp8 else config.train.dtype)
+        fp8 = config.precision.fp8
+        rows = compare(results, fp8.recipe if fp8 else config.train.dtype)
         (run_dir(config) / "check.json").write_text(json.dumps(rows))
 
 
