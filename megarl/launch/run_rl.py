@@ -56,7 +56,6 @@ from megarl.launch.parity import (
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
-from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.planner.weight_sync import fleet_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes
@@ -257,9 +256,7 @@ def make_engine(rank: Rank) -> Engine:
         _engine_share(rank),
         rank.env,
         stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
-        dtype=DTYPES[rank.config.train.dtype],
-        shapes=hf_shapes(rank.shape),
-        fp32=fp32_tensors(rank.shape),
+        weights=WeightFormat(hf_shapes(rank.shape), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
         fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
         adapters=engine_adapters(rank),
@@ -372,8 +369,7 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
         first = make_publisher(*arguments, base, receiver.base, weights=weights, **options)
         return adapter_publisher(rank, trainer, first, receiver, fleet.ranks_per_node, probe)
-    sender, fmt = WeightSender(trainer.local_slices(), trainer.merged_parameters), rollout_format(config, shape)
-    if fmt and (quantizer := make_quantizer(rank, trainer)):
-        weights = weights.in_fp8(scale_shapes(shape, fmt))
+    sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
+    if quantizer := make_quantizer(rank, trainer):
         sender = quantizer.sender(trainer.parameters_by_name)
     return make_publisher(*arguments, sender, receiver, weights=weights, probe=probe, **options)

@@ -55,13 +55,14 @@ class SyncGroup:
     config: str  # the run's, as JSON
     ranks_per_node: int
 
-    def join(self, rank: int, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
-        """A collective; returns the config, the fleet and the transport of its ranks."""
+    def join(self, rank: int, replica: int | None = None, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
+        """A collective; returns the config, the fleet and the transport of its ranks. `rank`: within an engine's
+        `replica`, or of the trainer."""
         config = Config.model_validate_json(self.config)
-        fleet, timeout = (
-            fleet_of(config, ranks_per_node=self.ranks_per_node),
-            timedelta(seconds=config.launch.timeout_s),
-        )
+        fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
+        timeout = timedelta(seconds=config.launch.timeout_s)
+        if replica is not None:
+            rank += fleet.first_receiver + replica * fleet.ranks_per_replica
         store = open_store(self.store, self.name, timeout)
         group = Group.join(store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout)
         return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
@@ -78,22 +79,16 @@ class WorkerExtension:
         return _reported(self._sync_join, SyncGroup(**group), replica, Path(folder))
 
     def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> dict[str, Any]:
-        from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
         if self.sync_publisher is not None:
             self.sync_publisher.transport.leave()
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         is_cuda, shape = next(model.parameters()).is_cuda, read_model(folder)
-        config = Config.model_validate_json(group.config)
-        first = fleet_of(config, ranks_per_node=group.ranks_per_node)
-        rank = first.first_receiver + replica * first.ranks_per_replica + self.rank
-        config, fleet, transport = group.join(rank, is_cuda=is_cuda)
-        dtype = DTYPES[config.train.dtype]
+        config, fleet, transport = group.join(self.rank, replica, is_cuda=is_cuda)
         if self.sync_publisher is None:
-            weights = WeightFormat(hf_shapes(shape), dtype, fp32_tensors(shape))
-            trace = trace_loader(model, weights.shapes, dtype)
-            receiver = LayerReceiver(model, trace, weights, lambda: None)  # the core drops its cache
+            weights = WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+            receiver = LayerReceiver(model, weights, lambda: None)  # the core drops its cache
         else:
             receiver = self.sync_publisher.receiver
         self.sync_publisher = make_publisher(config, shape, fleet, transport, None, receiver, is_cuda=is_cuda)
@@ -248,8 +243,7 @@ class AsyncEngine:
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]:
         """As Engine.complete."""
-        limit = self.max_model_len
-        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
+        params = completion_params(prompts, max_tokens, self.max_model_len)
         outputs = await self._all([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,17 +72,14 @@ class Engine:
         env: Env,
         *,
         stop_token_ids: Sequence[int],
-        dtype: torch.dtype,
-        shapes: Mapping[str, tuple[int, ...]],
-        fp32: frozenset[str] = frozenset(),
+        weights: WeightFormat,  # of the trainer
         fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
         adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
 
-        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16, `fp8`
-        the blocks of its linear layers.
+        `fp8` has the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -91,11 +88,10 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.adapters import AdapterReceiver, engine_options, unwrapped
-        from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
         eager = is_eager(rollout)
-        settings = engine_settings(folder, rollout, dtype, fp8, trust_remote_code=trust_remote_code)
+        settings = engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
         settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with patches.segment_names(prefix), patches.fp8_kernels(), patches.moe_without_lora(), _compiler(eager), quiet:
@@ -107,11 +103,11 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
+        weights = weights.in_fp8(scale_shapes(read_model(folder), fp8)) if fp8 else weights
         capture = capture_of(llm, model, rollout, eager=eager)
         reset_cache = capture.reset_cache if capture else llm.reset_prefix_cache
         with unwrapped(model):
-            receiver = LayerReceiver(model, trace_loader(model, weights.shapes, dtype), weights, reset_cache)
+            receiver = LayerReceiver(model, weights, reset_cache)
         if adapters:
             receiver = AdapterReceiver(model, receiver, adapters, reset_cache)
         return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
@@ -179,8 +175,7 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        limit = self.max_model_len
-        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
+        params = completion_params(prompts, max_tokens, self.max_model_len)
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
@@ -206,16 +201,14 @@ class Engine:
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
         log-prob [L - 1] fp32 at temperature 1."""
-        from vllm import SamplingParams
-
         prompts = [row.tolist() for row in rows]
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-        outputs = self._uncommitted(prompts, [params] * len(prompts))
-        entries: list[Any] = [(output.prompt_logprobs or [])[1:] for output in outputs]
-        best = [
-            [next((token, x.logprob) for token, x in entry.items() if x.rank == 1) for entry in row] for row in entries
-        ]
-        return [(torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best]
+        outputs = self._uncommitted(prompts, [scoring_params(flat=False, candidates=1)] * len(prompts))
+        likeliest = []
+        for output in outputs:
+            entries = (entry.items() for entry in (output.prompt_logprobs or [])[1:])
+            best = [next((token, x.logprob) for token, x in entry if x.rank == 1) for entry in entries]
+            likeliest.append((torch.tensor([token for token, _ in best]), torch.tensor([x for _, x in best])))
+        return likeliest
 
     def states(
         self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -25,15 +24,13 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.plan import View
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Elements without an HF tensor (vocabulary padding) that the loader sets to `value`."""
 
-    where: View
-    shape: tuple[int, ...]
+    part: ShardSlice  # of no HF tensor
     value: float
 
 
@@ -77,13 +74,10 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
             aliases[owners[0]] = tuple(name for name in names if name != owners[0])
     covered = {name for names in aliases.values() for name in names}
     # with FP8 weights vLLM also looks for scales of the KV cache; without any it uses 1
-    covered |= {name for name, module in model.named_modules() if _is_kv_cache_method(module)}
+    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    covered |= {name for name, method in methods.items() if isinstance(method, BaseKVCacheMethod)}
     _refuse_uncovered(numels, slices, tracer.fills, covered)
     return LoaderTrace(slices, tuple(tracer.fills), aliases)
-
-
-def _is_kv_cache_method(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def module_of(param: str) -> str:
@@ -172,8 +166,9 @@ class _Tracer(TorchDispatchMode):
     def _fill(self, target: Tensor, value: float) -> None:
         if target.numel():
             param, whole = self._parameters[_storage(target)]
-            where = View(param, _offset(target, whole), tuple(target.stride()))
-            self.fills.append(Fill(where, tuple(target.shape), value))
+            shape, strides = tuple(target.shape), tuple(target.stride())
+            start = (0,) * len(shape)
+            self.fills.append(Fill(ShardSlice("", start, shape, param, _offset(target, whole), strides), value))
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:
@@ -208,10 +203,8 @@ def _refuse_uncovered(
     numels: Mapping[str, int], slices: Sequence[ShardSlice], fills: Sequence[Fill], aliased: set[str]
 ) -> None:
     covered: dict[str, int] = defaultdict(int)
-    for part in slices:
+    for part in (*slices, *(fill.part for fill in fills)):
         covered[part.param] += part.numel
-    for fill in fills:
-        covered[fill.where.param] += prod(fill.shape)
     for param, numel in numels.items():
         if covered[param] != numel and module_of(param) not in aliased:
             raise CheckFailed(f"the engine's loader fills only {covered[param]} of {numel} elements of {param}")

@@ -221,7 +221,7 @@ class Adapters:
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(shape[1])
                 start = part.start[1]
-                view = strided_view(parameter, part, part.shape, parameter.dtype)
+                view = strided_view(parameter, part)
                 view.copy_(whole[:, start : start + part.shape[1]])
 
 

@@ -241,9 +241,7 @@ class Launch:
             rollout,
             env,
             stop_token_ids=(1,),
-            dtype=dtype,
-            shapes=self.reference.shapes,
-            fp32=self.fp32,
+            weights=WeightFormat(self.reference.shapes, dtype, self.fp32),
             fp8=self.fp8,
         )
 
