@@ -100,10 +100,8 @@ def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
 
 
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Returns the global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
-
-    Chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more.
-    """
+    """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk: chunk v of rank p is
+    number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more."""
     size, virtual = layout.pp.size, layout.vpp.size
     count = size * virtual
     if num_layers < count:

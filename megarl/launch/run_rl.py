@@ -73,7 +73,6 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, PublishReport, Terminated, TrainBatch
-from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
 PARITY_PROMPTS = 8
@@ -357,7 +356,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher | AdapterPublisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))

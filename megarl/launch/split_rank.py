@@ -7,7 +7,6 @@ controller --rows of a batch--> score, update --> what rank 0 returns          t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class TrainerRank:
             version=lambda: self.version,
         )
         self.publisher: Publisher | None = None
-        self.began, self.version = 0.0, -1  # of the last sync
+        self.version = -1  # of the last sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
         """Returns the steps done, and the states of the objective and of the prompts."""
@@ -101,7 +100,7 @@ class TrainerRank:
         """A collective of all trainer ranks and engine workers."""
         self.phase.name = "sync"
         if self.publisher is not None:
-            self.publisher.transport.leave()  # type: ignore[attr-defined]
+            self.publisher.transport.leave()
         is_cuda = self.rank.device.is_cuda
         config, fleet, transport = group.join(self.rank.env.rank, is_cuda=is_cuda)
         sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
@@ -110,18 +109,14 @@ class TrainerRank:
     def transfer(self, version: int) -> bool:
         """As Publisher.transfer."""
         assert self.publisher is not None
-        self.phase.name, self.began = "sync", time.perf_counter()
-        try:
-            return self.publisher.transfer(version)
-        except BaseException:
-            self.publisher.transport.leave()  # type: ignore[attr-defined] # so that nobody waits for this rank
-            raise
+        self.phase.name = "sync"
+        return self.publisher.transfer(version)
 
     def end(self, version: int, committed: bool) -> PublishReport | None:
         assert self.publisher is not None
         if committed:
             self.version = version
-            return self.publisher.commit(version, self.began)
+            return self.publisher.commit(version)
         self.publisher.abort()
         return None
 
@@ -141,5 +136,5 @@ class TrainerRank:
 
     def close(self) -> None:
         if self.publisher is not None:
-            self.publisher.transport.leave()  # type: ignore[attr-defined]
+            self.publisher.transport.leave()
         self._stack.close()

@@ -98,10 +98,8 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _open_bytes(plan: Plan, world: int) -> int:
-    """Peak bytes on one rank of open tensors: from the first round that writes to a tensor to the last.
-
-    All experts of a layer count as one tensor.
-    """
+    """Peak bytes on one rank of open tensors, from the first round that writes to a tensor to the last. A layer's
+    experts count as one tensor."""
     rows = plan.rows
     units = np.array([group.unit for group in plan.placement.groups])
     unit = np.where(rows.expert < 0, units[rows.group], -1) + 1

@@ -92,13 +92,11 @@ def completion_params(prompts: Sequence[Sequence[int]], max_tokens: int, max_mod
     ]
 
 
-def scoring_params(*, flat: bool = True, candidates: int = 0) -> SamplingParams:
-    """Of `score`, and with `candidates` of the likeliest tokens."""
+def scoring_params() -> SamplingParams:
+    """Of `score`."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0.0, max_tokens=1, prompt_logprobs=candidates, flat_logprobs=flat, detokenize=False
-    )
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
 def sample_of(
@@ -111,9 +109,10 @@ def sample_of(
     logprobs = torch.zeros(skipped + len(response))
     if response:
         logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)
-    spans = [(version, 0, len(response))]
     if version is None:
         spans = [(int(span.version), span.start, span.end) for span in answer.weight_versions or ()]
+    else:
+        spans = [(version, 0, len(response))]
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,

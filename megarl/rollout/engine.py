@@ -28,14 +28,8 @@ from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
-from megarl.rollout.arguments import (
-    completion_params,
-    engine_settings,
-    is_eager,
-    sample_of,
-    sampling_params,
-    scoring_params,
-)
+from megarl.rollout import arguments
+from megarl.rollout.arguments import engine_settings
 from megarl.rollout.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
@@ -77,9 +71,8 @@ class Engine:
         trust_remote_code: bool = False,
         adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
-        """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
+        """Starts vLLM with dummy weights: of `folder`, only the config is read. `fp8`: the blocks of its linear layers.
 
-        `fp8` has the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -90,7 +83,7 @@ class Engine:
         from megarl.rollout.adapters import AdapterReceiver, engine_options, unwrapped
         from megarl.rollout.weight_loader import LayerReceiver
 
-        eager = is_eager(rollout)
+        eager = arguments.is_eager(rollout)
         settings = engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
         settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
@@ -117,19 +110,8 @@ class Engine:
         step = self._llm.llm_engine.step
         self._llm.llm_engine.step = lambda: (function(), step())[1]  # type: ignore[method-assign]
 
-    def close(self) -> None:
-        """Frees memory and process groups, so that another engine can start in this process."""
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
-        self.receiver.abort()
-        self._llm.llm_engine.model_executor.shutdown()
-        destroy_model_parallel()
-
     def sleep(self) -> None:
-        """Frees the cache, and moves the weights to the host (level 1) or frees them (level 2) until the next sync.
-
-        Does nothing on a CPU.
-        """
+        """On a GPU: frees the cache, and moves the weights to the host (level 1) or frees them (2) until a sync."""
         level = self._rollout.sleep_level
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
@@ -162,12 +144,15 @@ class Engine:
                 f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
         params = [
-            sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len) for request in requests
+            arguments.sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len)
+            for request in requests
         ]
         samples: dict[int, Sample] = {}
         capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: sample_of(requests[number], output, version, capture) for number, output in outputs}
+            new = {
+                number: arguments.sample_of(requests[number], output, version, capture) for number, output in outputs
+            }
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -175,7 +160,7 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        params = completion_params(prompts, max_tokens, self.max_model_len)
+        params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
@@ -195,28 +180,28 @@ class Engine:
 
         prompts = [row.tolist() for row in rows]
         # prompts with log-probs are computed anew, not found in the prefix cache
-        found = self._uncommitted(prompts, [scoring_params()] * len(prompts), read)
+        found = self._uncommitted(prompts, [arguments.scoring_params()] * len(prompts), read)
         return [scores for scores, _ in found], tuple(routes for _, routes in found if routes)
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns, for each row [L], the likeliest token at each position after the first, [L - 1] int64, and its
         log-prob [L - 1] fp32 at temperature 1."""
+        from vllm import SamplingParams
+
         prompts = [row.tolist() for row in rows]
-        outputs = self._uncommitted(prompts, [scoring_params(flat=False, candidates=1)] * len(prompts))
-        likeliest = []
-        for output in outputs:
-            entries = (entry.items() for entry in (output.prompt_logprobs or [])[1:])
-            best = [next((token, x.logprob) for token, x in entry if x.rank == 1) for entry in entries]
-            likeliest.append((torch.tensor([token for token, _ in best]), torch.tensor([x for _, x in best])))
-        return likeliest
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        outputs = self._uncommitted(prompts, [params] * len(prompts))
+        entries: list[Any] = [(output.prompt_logprobs or [])[1:] for output in outputs]
+        best = [
+            [next((token, x.logprob) for token, x in entry.items() if x.rank == 1) for entry in row] for row in entries
+        ]
+        return [(torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best]
 
     def states(
         self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection.
-
-        Returns {} if the engine is compiled: nothing can be seen inside.
-        """
+        """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection; {} if
+        the engine is compiled, as nothing can be seen inside."""
         if not self._eager:
             return {}
         from megarl.rollout.sublayers import engine_sublayers, record_states

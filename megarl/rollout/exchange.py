@@ -26,24 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl import types
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import (
-    SAMPLE_TENSORS,
-    CheckFailed,
-    Request,
-    Routes,
-    Sample,
-    ScoredBatch,
-    Terminated,
-    TokenBatch,
-    TokenScores,
-    TrainBatch,
-)
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Routes, Sample, Terminated
 
 LENGTH_BYTES = 8  # of the header's length
-BATCHES = {kind.__name__: kind for kind in (TokenBatch, TrainBatch, ScoredBatch, TokenScores)}
+BATCHES = {kind.__name__: kind for kind in (types.TokenBatch, types.TrainBatch, types.ScoredBatch, types.TokenScores)}
 ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
@@ -111,10 +101,8 @@ class Exchange:
         return scored, digest_samples(samples)
 
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """The parts of all replicas, on every rank.
-
-        They go round the ring of first ranks, and down the chain of each one's members: a part crosses every link once.
-        """
+        """The parts of all replicas, on every rank. They go round the ring of first ranks, and down the chain of each
+        one's members: a part crosses every link once."""
         size, first = self.member.size, self.replica.rank * self.member.size
         rank, world, leads = first + self.member.rank, size * self.replica.size, self.member.first
         parts, sends = torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)), []
@@ -134,11 +122,8 @@ class Exchange:
 
 
 def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
-    """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others.
-
-    Replicas get equally many prompts (within one), and about equally many prompt tokens. With fewer prompts than
-    replicas, a prompt's requests are split, so that no replica is idle.
-    """
+    """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others, and
+    equally many prompts (within one) and tokens. With fewer prompts than replicas, a prompt's requests are split."""
     groups = [list(group) for _, group in groupby(requests, lambda request: request.prompt.prompt_id)]
     pieces = max(replicas // max(len(groups), 1), 1)
     groups = [group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.config.schema import Config
 from megarl.models.engine import engine_table
 from megarl.models.fp8 import scale_shapes, with_scales
@@ -28,7 +30,7 @@ def make_publisher(
     probe: Probe | None = None,
 ) -> Publisher:
     """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: of a model without a table."""
-    sizes = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
+    sizes: dict[str, Any] = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
     weights = weights or WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
     if fmt := rollout_format(config, shape):
         weights = weights.in_fp8(scale_shapes(shape, fmt))

@@ -11,7 +11,7 @@ weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megarl.models.shards import ShardSlice
-from megarl.rollout.loader_trace import Fill, module_of, put_on_meta, restore_kernel_tensors, trace_loader
+from megarl.rollout.loader_trace import module_of, put_on_meta, restore_kernel_tensors, trace_loader
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
@@ -42,34 +42,30 @@ class LayerReceiver:
 
     def __init__(self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]) -> None:
         trace = trace_loader(model, weights.shapes, weights.dtype)
-        self.slices = weights.moved_slices(trace.slices)
-        self.device = next(model.parameters()).device
+        self.slices, self._aliases = weights.moved_slices(trace.slices), trace.aliases
+        self.device, self.dtype = next(model.parameters()).device, weights.dtype
         self.state: State = "empty"
         self.version: int | None = None
-        self._modules = dict(model.named_modules())
-        self._aliases = trace.aliases
-        self._weights = weights
-        self.dtype = weights.dtype
-        self._reset_cache = reset_cache
+        self._modules, self._weights, self._reset_cache = dict(model.named_modules()), weights, reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
         self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
-        self._fills: dict[str, list[Fill]] = defaultdict(list)  # module -> fills
-        self._numel: dict[str, int] = defaultdict(int)  # module -> its number of elements
-        self._left: dict[str, int] = {}  # module -> elements that have not arrived
-        self._loaded: dict[str, int] = defaultdict(int)  # HF tensor -> elements received
+        self._fills: dict[str, list[tuple[ShardSlice, float]]] = defaultdict(list)  # module -> LoaderTrace.fills
+        self._numel: Counter[str] = Counter()  # module -> its number of elements
+        self._left: Counter[str] = Counter()  # module -> elements that have not arrived
+        self._loaded: Counter[str] = Counter()  # HF tensor -> elements received
         for number, part in enumerate(self.slices):
             module = module_of(part.param)
             self._slices[module].append((number, part))
             self._numel[module] += part.numel
-        for fill in trace.fills:
-            self._fills[module_of(fill.part.param)].append(fill)
+        for part, value in trace.fills:
+            self._fills[module_of(part.param)].append((part, value))
 
     def begin(self, *, check_placement: bool) -> None:
         self.abort()
         self.state = "writing"
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         self._sums = [zero] * len(self.slices) if check_placement else []
-        self._left = dict(self._numel)
+        self._left = self._numel.copy()
         self._loaded.clear()
 
     @torch.no_grad()
@@ -93,8 +89,7 @@ class LayerReceiver:
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
         assert self.state == "writing", f"seal() in state {self.state}"
-        waiting = {module: left for module, left in self._left.items() if left}
-        if waiting:
+        if waiting := {module: left for module, left in self._left.items() if left}:
             shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
             raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
@@ -144,8 +139,8 @@ class LayerReceiver:
         layer = self._modules[module]
         put_on_meta(layer)
         materialize_layer(layer, layerwise.get_layerwise_info(layer))
-        for fill in self._fills[module]:
-            strided_view(self._parameter(fill.part), fill.part).fill_(fill.value)
+        for part, value in self._fills[module]:
+            strided_view(self._parameter(part), part).fill_(value)
 
     def _close(self, module: str) -> None:
         layer = self._modules[module]

@@ -72,9 +72,9 @@ def transfer_groups(
     max_numel: int,
     is_expert: bool = False,
 ) -> list[TransferGroup]:
-    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger.
+    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger. With
+    `is_expert`, all tensors form one unit; otherwise each does.
 
-    `is_expert`: all tensors of an expert form one unit; otherwise each tensor is a unit.
     Raises ValueError naming the tensor if the sources overlap, or do not cover a destination.
     """
     senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
@@ -215,10 +215,10 @@ class FleetTables:
         self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
         engine_etp = self._engines[0].etp.size
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
-        self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
+        self._expert_numel: Counter[str] = Counter()  # of one expert, in each parameter on either side
         for one_side, size in zip(self._tables, self._sizes[True], strict=True):
             for part in (part for rank, part in self._templates(one_side.expert, size) if rank == 0):
-                self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
+                self._expert_numel[part.param] += part.numel
         leading = shape.dense_layers
         layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}
         layers["expert"] = layers["layer"] if shape.is_moe else range(0)

@@ -174,10 +174,9 @@ def plan_transfers(
     spec: LayerSpec = "te",
     fp8: BlockFormat | None = None,
 ) -> Plan:
-    """Plans from the tables of trainer and engine.
+    """Plans from the tables of trainer and engine. `padded_vocab`: rows of the trainer's embedding, on all ranks.
+    `spec`: the layer spec of its modules. `fp8`: the engine's blocks of linear layers; None: all move in `itemsize`.
 
-    `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `spec`: the layer spec of its modules.
-    `fp8`: the blocks in which the engine keeps linear layers; None: all weights move in `itemsize`.
     Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
     """
     table, engine = megatron_table(shape, spec=spec, padded_vocab=padded_vocab), engine_table(shape)
@@ -196,9 +195,9 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of every rank, for a family without a table.
+    """Plans from the slices of every rank; `destinations` are in the order of the engine's layers. `ranks_per_node`:
+    None puts all ranks on one node.
 
-    `destinations` are in the order of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
     Raises ValueError naming the tensor if the sources overlap or do not cover the destinations.
     """
     world = max(len(sources), len(destinations))

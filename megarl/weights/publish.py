@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -165,6 +165,7 @@ class Publisher:
     """roles.Weights."""
 
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of "staging"
+    base: Publisher | None = None  # of the frozen weights below adapters: publishes once, before this one
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class Publisher:
         self._device = receiver.device if receiver else next(iter(self.sender.parameters().values())).device
         self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
         self.executor = PlanExecutor(plan, transport, weights.unit, self._device, self.sender.encoder)
-        self._is_proven = False
+        self._is_proven, self._began = False, 0.0
         mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
         reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
         mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
@@ -204,24 +205,31 @@ class Publisher:
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
-        began = time.perf_counter()
+        before: PublishReport | None = None
+        if self.base is not None:
+            self.base.span = self.span
+            before, self.base = self.base.publish(version=version), None
         if self.transfer(version) and self.probe:
             with _stating(REFUSES, self.abort):
                 self.probe.check()
-        return self.commit(version, began)
+        report = self.commit(version)
+        sums = ("num_tensors", "bytes_kept", "bytes_received", "seconds") if before else ()
+        return replace(report, **{name: getattr(before, name) + getattr(report, name) for name in sums})
 
     def transfer(self, version: int) -> bool:
-        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due."""
-        with _stating(KEEPS):
+        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due.
+        After a failure, nobody waits for this rank."""
+        self._began = time.perf_counter()
+        with _stating(KEEPS, self.transport.leave):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self.sender.parameters()
             is_staged = self.is_atomic and self._count(self.receiver is not None and self.receiver.version is not None)
             self._agree(self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None))
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
-        if self.receiver:
-            self.receiver.begin(check_placement=prove)
-        with _stating(REFUSES, self.abort):
+        with _stating(REFUSES, self.abort, self.transport.leave):
+            if self.receiver:
+                self.receiver.begin(check_placement=prove)
             self._agree(self._write(parameters, staged))
             self._agree(self._seal())
             if prove:
@@ -232,13 +240,13 @@ class Publisher:
         if self.receiver:
             self.receiver.abort()
 
-    def commit(self, version: int, began: float) -> PublishReport:
-        """The engine serves `version` from now on; `began`: time.perf_counter() when the sync began."""
+    def commit(self, version: int) -> PublishReport:
+        """The engine serves `version` from now on."""
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
         sizes = (len(self.weights.shapes), self.plan.bytes_kept, self.plan.bytes_received)
-        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - began)
+        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - self._began)
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Describes a parameter that is missing or differs from the sender's slices."""
@@ -363,12 +371,13 @@ class Publisher:
 
 
 @contextmanager
-def _stating(outcome: str, abort: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """On a failure, aborts the sync; appends the resulting state of the engine to a CheckFailed."""
+def _stating(outcome: str, *undo: Callable[[], None]) -> Iterator[None]:
+    """Calls `undo` on a failure, and appends the resulting state of the engine to a CheckFailed."""
     try:
         yield
     except BaseException as error:
-        abort()
+        for step in undo:
+            step()
         if isinstance(error, CheckFailed):
             raise CheckFailed(f"{error}. {outcome}") from error
         raise
