@@ -72,9 +72,8 @@ class Layout:
         """Returns the coordinates of `rank`. Raises ValueError if the sizes do not divide `world`."""
         for names, product in parallel.divisors.items():
             if world % product:
-                sizes = f"{names} = {product}"
                 raise ValueError(
-                    f"world size {world} is not divisible by {sizes}; use a multiple of {product} processes"
+                    f"world size {world} is not divisible by {names} = {product}; use a multiple of {product} processes"
                 )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is outside a world of {world}")
@@ -101,15 +100,14 @@ def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
 
 
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Returns the global indices of the transformer layers on this pipeline rank, one range per virtual chunk.
-
-    Chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more.
-    """
-    size = layout.pp.size
-    count = size * layout.vpp.size
+    """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk: chunk v of rank p is
+    number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more."""
+    size, virtual = layout.pp.size, layout.vpp.size
+    count = size * virtual
     if num_layers < count:
-        sizes = f"{size} x {layout.vpp.size}"
-        raise ValueError(f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {sizes} chunks; lower one")
+        raise ValueError(
+            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {size} x {virtual} chunks; lower one"
+        )
     per_chunk, rest = divmod(num_layers, count)
     starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]
     return tuple(range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size))

@@ -53,10 +53,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts chosen for the tokens of one row, in each layer that has experts.
+    """The experts chosen for the tokens of one row, in each layer that has experts; only a layer's owner has them.
 
-    Every rank has the owners and checksums; only the owner of a layer has its experts. A token of which one expert is
-    given K times has no known route: the last token of a sample, which the engine never computed.
+    A token with one expert K times has no known route: the last of a sample, which the engine never computed.
     """
 
     owners: tuple[int, ...]  # rank, by layer
@@ -245,11 +244,8 @@ Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` is a tuple of row indices.
-
-    Every dp rank has the same number of micro-batches in an update; some may be empty. Each row of the batch is in
-    exactly one update.
-    """
+    """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` has row indices. Each row is in one update,
+    in which every dp rank has the same number of micro-batches; some may be empty."""
 
     rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     num_tokens: tuple[int, ...]  # trainable tokens of each update, over all ranks

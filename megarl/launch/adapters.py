@@ -9,7 +9,6 @@ from megarl.models.lora import AdapterFormat, adapter_table
 from megarl.models.registry import megatron_table
 from megarl.models.shards import shapes_of, slices_by_rank
 from megarl.trainer.trainer import Trainer
-from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 
@@ -24,7 +23,7 @@ def engine_adapters(rank: Rank) -> AdapterFormat | None:
 
 def adapter_publisher(
     rank: Rank, trainer: Trainer, weights: Publisher, receiver: Any, ranks_per_node: int, probe: Probe
-) -> AdapterPublisher:
+) -> Publisher:
     """`weights` publishes the base model, `receiver` is the engine's AdapterReceiver. A collective."""
     adapters, transport, is_atomic = trainer.adapters, rank.transport, rank.config.sync.atomic
     assert adapters is not None
@@ -35,4 +34,5 @@ def adapter_publisher(
     plan = plan_slices(fmt, sources, wanted, round_bytes=rank.config.sync.round_bytes, **sizes)
     sender = WeightSender(adapters.slices, lambda: adapters.parameters)
     moved = Publisher(plan, sender, receiver, transport, fmt, probe=probe, is_atomic=is_atomic, **sizes)
-    return AdapterPublisher(weights, moved)
+    moved.base = weights
+    return moved

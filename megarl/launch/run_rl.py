@@ -51,7 +51,6 @@ from megarl.launch.parity import (
 from megarl.launch.phases import TimedPhases
 from megarl.launch.reward_models import RewardModel, make_reward_model
 from megarl.layout import Axis
-from megarl.models.fp8 import scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.planner.weight_sync import fleet_of, rollout_format
 from megarl.platform.device import DTYPES, device_bytes, peak_gb
@@ -69,7 +68,6 @@ from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner, SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, Prompt, PublishReport, Terminated, TrainBatch
-from megarl.weights.adapters import AdapterPublisher
 from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightSender
 
 PARITY_PROMPTS = 8
@@ -268,9 +266,7 @@ def make_engine(rank: Rank) -> Engine:
         _engine_share(rank),
         rank.env,
         stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
-        dtype=DTYPES[rank.config.train.dtype],
-        shapes=hf_shapes(rank.shape),
-        fp32=fp32_tensors(rank.shape),
+        weights=WeightFormat(hf_shapes(rank.shape), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
         fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
         adapters=engine_adapters(rank),
@@ -362,7 +358,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher | AdapterPublisher:
+def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
@@ -374,8 +370,7 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     if engine_adapters(rank) is not None:
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
         return adapter_publisher(rank, trainer, make(base, receiver.base), receiver, fleet.ranks_per_node, probe)
-    sender, fmt = WeightSender(trainer.local_slices(), trainer.merged_parameters), rollout_format(config, shape)
-    if fmt and (quantizer := make_quantizer(rank, trainer)):
-        weights = weights.in_fp8(scale_shapes(shape, fmt))
+    sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
+    if quantizer := make_quantizer(rank, trainer):
         sender = quantizer.sender(trainer.parameters_by_name)
     return make(sender, receiver, weights=weights, probe=probe)

@@ -7,7 +7,6 @@ controller --rows of a batch--> score, update --> what rank 0 returns          t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ class TrainerRank:
             version=lambda: self.version,
         )
         self.group: Collective | None = None  # of the weight sync
-        self.began, self.version = 0.0, -1  # of the last sync
+        self.version = -1  # of the last sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
         """Returns the steps done, and the states of the objective and of the prompts."""
@@ -96,7 +95,7 @@ class TrainerRank:
 
     def transfer(self, version: int) -> bool:
         """As Publisher.transfer."""
-        self.phase.name, self.began = "sync", time.perf_counter()
+        self.phase.name = "sync"
         try:
             return self.publisher.transfer(version)
         except BaseException:
@@ -106,7 +105,7 @@ class TrainerRank:
     def end(self, version: int, committed: bool) -> PublishReport | None:
         if committed:
             self.version = version
-            return self.publisher.commit(version, self.began)
+            return self.publisher.commit(version)
         self.publisher.abort()
         return None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.weights.fleet import Fleet
+from megarl.weights.placements import Ints
 from megarl.weights.plan import Plan
-from megarl.weights.senders import Ints
 
 MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a small NCCL message
 
@@ -40,10 +40,6 @@ class Cost:
     bytes_out: Ints
     bytes_in: Ints
     num_messages: int
-    num_rounds: int
-    bytes_kept: int
-    bytes_received: int  # without local copies
-    bytes_relayed: int  # part of bytes_received, relayed within nodes
     predicted_seconds: float
     transfer_seconds: float  # predicted_seconds without the time per message
     floor_seconds: float
@@ -69,18 +65,15 @@ def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     near = [per_rank(rank, np.where(is_near, size, 0)) for rank in ends]
     messages = sum(per_rank(rank, None) for rank in ends)
     transfer = np.maximum(np.maximum(*far) / links.network, np.maximum(*near) / links.nvlink).max(1).sum()
-    (sent, received), following = (far[way] + near[way] for way in (0, 1)), np.zeros((1, world), dtype=np.int64)
-    in_flight = sent + received + np.concatenate([sent[1:], following])  # the next round's are packed meanwhile
+    sent, received = far[0] + near[0], far[1] + near[1]
+    in_flight = sent + received
+    in_flight[:-1] += sent[1:]  # the next round's are packed meanwhile
     direct = (plan.rows.via < 0) & (plan.rows.sender != plan.rows.receiver)
     egress = np.bincount(plan.rows.sender[direct], plan.rows.numel[direct], world)
     return Cost(
         bytes_out=sent.sum(0),
         bytes_in=received.sum(0),
         num_messages=len(size),
-        num_rounds=rounds,
-        bytes_kept=plan.bytes_kept,
-        bytes_received=plan.bytes_received,
-        bytes_relayed=plan.bytes_relayed,
         predicted_seconds=float(transfer + MESSAGE_S * np.max(messages, axis=1, initial=0).sum()),
         transfer_seconds=float(transfer),
         floor_seconds=_floor(far[1].sum(0), received.sum(0), fleet, links),
@@ -105,10 +98,8 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _open_bytes(plan: Plan, world: int) -> int:
-    """Peak bytes on one rank of open tensors: from the first round that writes to a tensor to the last.
-
-    All experts of a layer count as one tensor.
-    """
+    """Peak bytes on one rank of open tensors, from the first round that writes to a tensor to the last. A layer's
+    experts count as one tensor."""
     rows = plan.rows
     units = np.array([group.unit for group in plan.placement.groups])
     unit = np.where(rows.expert < 0, units[rows.group], -1) + 1

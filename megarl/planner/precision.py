@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
 
 from megarl.config.model_checks import is_in_fp8
 from megarl.config.names import ENGINE_STAGES
@@ -46,7 +46,7 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"; [-1], of what is in no layer, -> "-"."""
-    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
-    parts = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    pairs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in pairs]
+    parts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return ", ".join(parts) if numbers != [-1] else "-"

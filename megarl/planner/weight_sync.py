@@ -2,8 +2,7 @@
 
     Config --plan_weights--> Plan, {seconds, bytes, messages, ...} --describe_weights--> text
 
-With `launch.topology: split` the engines have separate ranks: `launch.processes` counts the trainer's ranks and
-`rollout.replicas` the engines. Colocated engines share the trainer's ranks.
+With `launch.topology: split`, `launch.processes` counts the trainer's ranks and `rollout.replicas` the engines.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ RANKS_PER_NODE = 8
 
 
 def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, Any]]:
-    """The plan, and its figures as JSON values: sizes in bytes, times in seconds.
-
-    Raises ValueError or FileNotFoundError with a one-line message.
-    """
+    """The plan, and its figures as JSON values, in bytes and seconds. Raises ValueError or FileNotFoundError."""
     start = time.perf_counter()
     shape = model_shape(config)
     check_model(config, shape)
@@ -56,6 +52,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
         "ranks_per_node": fleet.ranks_per_node,
         "round_bytes": config.sync.round_bytes,
         "plan_seconds": round(seconds, 3),
+        **{name: getattr(plan, name) for name in ("num_rounds", "bytes_kept", "bytes_received", "bytes_relayed")},
         **{name: getattr(cost, name) for name in Cost.__dataclass_fields__ if name not in ("bytes_out", "bytes_in")},
         **({} if config.sync.atomic else {"staged_bytes": 0}),
         "predicted_over_floor": cost.predicted_seconds / cost.floor_seconds if cost.floor_seconds else 1.0,
@@ -87,10 +84,8 @@ def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
 
 
 def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:
-    """The ranks of trainer and engines; `ranks_per_node` applies where `launch.processes_per_node` is null.
-
-    Raises ValueError if the number of ranks does not fit the layouts.
-    """
+    """Raises ValueError if the number of ranks does not fit the layouts. `ranks_per_node` applies where
+    `launch.processes_per_node` is null."""
     rollout, launch, sizes = config.rollout, config.launch, config.parallel.sizes
     is_split, replica = launch.topology == "split", max(rollout.tensor, rollout.expert)
     trainers = launch.processes or smallest_world(sizes, 1 if is_split else replica)

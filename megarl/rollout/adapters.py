@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -26,7 +26,6 @@ from megarl.rollout.loader_trace import module_of
 from megarl.rollout.weight_loader import LayerReceiver
 from megarl.types import CheckFailed
 from megarl.weights.execute import MemoryReceiver
-from megarl.weights.plan import Message
 
 NUMBER = 1  # of the adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
@@ -66,6 +65,7 @@ class AdapterReceiver:
         }
         self.slices: Sequence[ShardSlice] = [whole_tensor(name, shape) for name, shape in adapters.shapes.items()]
         self._memory = MemoryReceiver(self.slices, self.tensors, base.dtype, base.device)
+        self.write, self.positional_checksums = self._memory.write, self._memory.positional_checksums
         self._format, self._reset_cache = adapters, reset_cache
         self._model: Any = model
         self._parts: dict[str, list[ShardSlice]] = defaultdict(list)  # of base weights, by module
@@ -93,9 +93,6 @@ class AdapterReceiver:
         self._state = "writing"
         self._memory.begin(check_placement=check_placement)
 
-    def write(self, message: Message, flat: Tensor) -> Tensor:
-        return self._memory.write(message, flat)
-
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
         """Puts the adapters into vLLM's slot. Raises CheckFailed if it then holds others."""
@@ -110,9 +107,6 @@ class AdapterReceiver:
         self._reset_cache()
         self._state = "sealed"
         return self._memory.seal()
-
-    def positional_checksums(self) -> Tensor:
-        return self._memory.positional_checksums()
 
     def finish(self, version: int) -> None:
         self._memory.finish(version)

@@ -81,12 +81,15 @@ def sampling_params(
     )
 
 
-def completion_params(prompt: Sequence[int], seed: int, max_tokens: int, max_model_len: int) -> SamplingParams:
+def completion_params(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> list[SamplingParams]:
     """Of `complete`: at temperature 1 past any end token; the engine scores one token less than it has room for."""
     from vllm import SamplingParams
 
-    room = min(max_tokens, max_model_len - 1 - len(prompt))
-    return SamplingParams(temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False)
+    rooms = [min(max_tokens, max_model_len - 1 - len(prompt)) for prompt in prompts]
+    return [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False)
+        for seed, room in enumerate(rooms)
+    ]
 
 
 def scoring_params() -> SamplingParams:
@@ -100,13 +103,16 @@ def sample_of(
     request: Request, output: RequestOutput, version: int | None, capture: RouteCapture | None = None
 ) -> Sample:
     """`version` None: the engine has stamped its tokens."""
-    answer = output.outputs[0]
+    answer: Any = output.outputs[0]
     prompt, response = list(request.prompt.tokens), list(answer.token_ids)
     skipped = len(prompt)
     logprobs = torch.zeros(skipped + len(response))
     if response:
-        logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)  # type: ignore[union-attr]
-    spans = [(version, 0, len(response))] if version is not None else _spans(answer)
+        logprobs[skipped:] = torch.tensor(answer.logprobs.logprobs)
+    if version is None:
+        spans = [(int(span.version), span.start, span.end) for span in answer.weight_versions or ()]
+    else:
+        spans = [(version, 0, len(response))]
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,
@@ -124,10 +130,6 @@ def sample_versions(prompt_tokens: int, spans: Sequence[tuple[int, int, int]]) -
     """[L] int32: `Sample.versions` of a prompt and a response with these (version, start, end), one after the other."""
     rows = [torch.full((end - start,), version, dtype=torch.int32) for version, start, end in spans]
     return torch.cat([torch.full((prompt_tokens,), -1, dtype=torch.int32), *rows])
-
-
-def _spans(answer: Any) -> list[tuple[int, int, int]]:
-    return [(int(span.version), span.start, span.end) for span in answer.weight_versions or ()]
 
 
 def _moe_backend() -> str:

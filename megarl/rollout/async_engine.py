@@ -27,14 +27,8 @@ from megarl.planner.weight_sync import fleet_of
 from megarl.platform.children import Children
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
-from megarl.rollout.arguments import (
-    completion_params,
-    engine_settings,
-    is_eager,
-    sample_of,
-    sampling_params,
-    scoring_params,
-)
+from megarl.rollout import arguments
+from megarl.rollout.arguments import engine_settings
 from megarl.rollout.exchange import pack
 from megarl.rollout.publisher import make_publisher
 from megarl.types import CheckFailed, Request, Sample
@@ -55,13 +49,14 @@ class SyncGroup:
     config: str  # the run's, as JSON
     ranks_per_node: int
 
-    def join(self, rank: int, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
-        """A collective; returns the config, the fleet and the transport of its ranks."""
+    def join(self, rank: int, replica: int | None = None, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
+        """A collective; returns the config, the fleet and the transport of its ranks. `rank`: within an engine's
+        `replica`, or of the trainer."""
         config = Config.model_validate_json(self.config)
-        fleet, timeout = (
-            fleet_of(config, ranks_per_node=self.ranks_per_node),
-            timedelta(seconds=config.launch.timeout_s),
-        )
+        fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
+        timeout = timedelta(seconds=config.launch.timeout_s)
+        if replica is not None:
+            rank += fleet.first_receiver + replica * fleet.ranks_per_replica
         store = open_store(self.store, self.name, timeout)
         group = Group.join(store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout)
         return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
@@ -78,36 +73,27 @@ class WorkerExtension:
         return _reported(self._sync_join, SyncGroup(**group), replica, Path(folder))
 
     def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> dict[str, Any]:
-        from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
         if self.sync_publisher is not None:
             self.sync_publisher.transport.leave()
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         is_cuda, shape = next(model.parameters()).is_cuda, read_model(folder)
-        config = Config.model_validate_json(group.config)
-        first = fleet_of(config, ranks_per_node=group.ranks_per_node)
-        rank = first.first_receiver + replica * first.ranks_per_replica + self.rank
-        config, fleet, transport = group.join(rank, is_cuda=is_cuda)
-        dtype = DTYPES[config.train.dtype]
+        config, fleet, transport = group.join(self.rank, replica, is_cuda=is_cuda)
         if self.sync_publisher is None:
-            weights = WeightFormat(hf_shapes(shape), dtype, fp32_tensors(shape))
-            trace = trace_loader(model, weights.shapes, dtype)
-            receiver = LayerReceiver(model, trace, weights, lambda: None)  # the core drops its cache
+            weights = WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+            receiver = LayerReceiver(model, weights, lambda: None)  # the core drops its cache
         else:
             receiver = self.sync_publisher.receiver
         self.sync_publisher = make_publisher(config, shape, fleet, transport, None, receiver, is_cuda=is_cuda)
         return {}
 
     def sync_transfer(self, version: int) -> dict[str, Any]:
-        reply = _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
-        if "error" in reply:
-            self.sync_publisher.transport.leave()  # so that nobody waits for this worker
-        return reply
+        return _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
 
     def sync_end(self, version: int, committed: bool) -> dict[str, Any]:
         if committed:
-            self.sync_publisher.commit(version, 0.0)
+            self.sync_publisher.commit(version)
         else:
             self.sync_publisher.abort()
         return {}
@@ -132,7 +118,7 @@ class AsyncEngine:
     stop_token_ids: Sequence[int]
     replica: int
     is_ready: bool = False  # a version is committed
-    _requests: dict[str, Request] = field(default_factory=dict)  # running, by vLLM's request id
+    _requests: set[str] = field(default_factory=set)  # ids of those that are running
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _finished: list[Sample] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -148,19 +134,18 @@ class AsyncEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        eager = is_eager(rollout)
+        eager = arguments.is_eager(rollout)
         if eager:
             set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
         settings = engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
-        backend = "uni" if rollout.tensor == 1 else "mp"
-        arguments = AsyncEngineArgs(
+        engine_args = AsyncEngineArgs(
             model=str(folder),
-            distributed_executor_backend=backend,
+            distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
             **settings,
         )
-        llm = AsyncLLM.from_engine_args(arguments)
+        llm = AsyncLLM.from_engine_args(engine_args)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
         engine.children.watch(asyncio.get_running_loop(), engine._lose)
         engine._checks = asyncio.ensure_future(engine._check_core())
@@ -194,14 +179,16 @@ class AsyncEngine:
         for request in requests:
             self._serial += 1
             name = f"{self._serial}-{request.prompt.prompt_id}-{request.index}"
-            params = sampling_params(request, self.config.rollout, self.stop_token_ids, self.max_model_len)
-            self._requests[name] = request
-            self._start(self._sample(name, request, params))
+            params = arguments.sampling_params(request, self.config.rollout, self.stop_token_ids, self.max_model_len)
+            self._requests.add(name)
+            task = asyncio.ensure_future(self._sample(name, request, params))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
 
     async def _sample(self, name: str, request: Request, params: Any) -> None:
         output = await self._generate(list(request.prompt.tokens), params, name)
-        self._finished.append(sample_of(request, output, None))
-        self._requests.pop(name, None)
+        self._finished.append(arguments.sample_of(request, output, None))
+        self._requests.discard(name)
         self._news.set()
 
     async def drop(self) -> None:
@@ -238,9 +225,7 @@ class AsyncEngine:
     async def end(self, version: int, committed: bool) -> list[dict[str, Any]]:
         replies = await self.llm.collective_rpc("sync_end", args=(version, committed))
         if committed:
-            await self.llm.reset_prefix_cache()
-            await self.llm.update_weight_version(str(version))
-            await self.llm.resume_generation()
+            await self.open(version)
             self.is_ready = True
         return replies
 
@@ -248,15 +233,14 @@ class AsyncEngine:
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]:
         """As Engine.complete."""
-        limit = self.max_model_len
-        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
+        params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = await self._all([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
     async def score(self, rows: Iterable[Sequence[int]]) -> list[Tensor]:
         """As Engine.score."""
         prompts = [list(row) for row in rows]
-        outputs = await self._all(prompts, [scoring_params() for _ in prompts])
+        outputs = await self._all(prompts, [arguments.scoring_params() for _ in prompts])
         return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]
 
     async def _all(self, prompts: list[list[int]], params: Sequence[Any]) -> list[Any]:
@@ -289,11 +273,6 @@ class AsyncEngine:
                 self._lose(f"its core has not answered for {limit_s:g} s")
             except Exception:  # noqa: BLE001 (it is dead: its process is watched)
                 return
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

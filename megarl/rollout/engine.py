@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,8 @@ from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
-from megarl.rollout.arguments import (
-    completion_params,
-    engine_settings,
-    is_eager,
-    sample_of,
-    sampling_params,
-    scoring_params,
-)
+from megarl.rollout import arguments
+from megarl.rollout.arguments import engine_settings
 from megarl.rollout.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
@@ -72,17 +66,13 @@ class Engine:
         env: Env,
         *,
         stop_token_ids: Sequence[int],
-        dtype: torch.dtype,
-        shapes: Mapping[str, tuple[int, ...]],
-        fp32: frozenset[str] = frozenset(),
+        weights: WeightFormat,  # of the trainer
         fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
         adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
-        """Starts vLLM with dummy weights; `folder` has the model's config.json, and its weights are not read.
+        """Starts vLLM with dummy weights: of `folder`, only the config is read. `fp8`: the blocks of its linear layers.
 
-        `shapes` has every tensor of the checkpoint (models.registry.hf_shapes), `fp32` those that are never bf16, `fp8`
-        the blocks of its linear layers.
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
@@ -91,11 +81,10 @@ class Engine:
 
         from megarl.rollout import patches
         from megarl.rollout.adapters import AdapterReceiver, engine_options, unwrapped
-        from megarl.rollout.loader_trace import trace_loader
         from megarl.rollout.weight_loader import LayerReceiver
 
-        eager = is_eager(rollout)
-        settings = engine_settings(folder, rollout, dtype, fp8, trust_remote_code=trust_remote_code)
+        eager = arguments.is_eager(rollout)
+        settings = engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
         settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with patches.segment_names(prefix), patches.fp8_kernels(), patches.moe_without_lora(), _compiler(eager), quiet:
@@ -107,11 +96,11 @@ class Engine:
         engine_core: Any = llm.llm_engine.engine_core
         engine_core._finalizer.detach()
         model = llm.apply_model(lambda model: model)[0]
-        weights = WeightFormat(shapes, dtype, fp32).in_fp8(scale_shapes(read_model(folder), fp8) if fp8 else {})
+        weights = weights.in_fp8(scale_shapes(read_model(folder), fp8)) if fp8 else weights
         capture = capture_of(llm, model, rollout, eager=eager)
         reset_cache = capture.reset_cache if capture else llm.reset_prefix_cache
         with unwrapped(model):
-            receiver = LayerReceiver(model, trace_loader(model, weights.shapes, dtype), weights, reset_cache)
+            receiver = LayerReceiver(model, weights, reset_cache)
         if adapters:
             receiver = AdapterReceiver(model, receiver, adapters, reset_cache)
         return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
@@ -121,19 +110,8 @@ class Engine:
         step = self._llm.llm_engine.step
         self._llm.llm_engine.step = lambda: (function(), step())[1]  # type: ignore[method-assign]
 
-    def close(self) -> None:
-        """Frees memory and process groups, so that another engine can start in this process."""
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
-        self.receiver.abort()
-        self._llm.llm_engine.model_executor.shutdown()
-        destroy_model_parallel()
-
     def sleep(self) -> None:
-        """Frees the cache, and moves the weights to the host (level 1) or frees them (level 2) until the next sync.
-
-        Does nothing on a CPU.
-        """
+        """On a GPU: frees the cache, and moves the weights to the host (level 1) or frees them (2) until a sync."""
         level = self._rollout.sleep_level
         if level and torch.cuda.is_available() and not self._asleep:
             if level == 2:
@@ -166,12 +144,15 @@ class Engine:
                 f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
         params = [
-            sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len) for request in requests
+            arguments.sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len)
+            for request in requests
         ]
         samples: dict[int, Sample] = {}
         capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
-            new = {number: sample_of(requests[number], output, version, capture) for number, output in outputs}
+            new = {
+                number: arguments.sample_of(requests[number], output, version, capture) for number, output in outputs
+            }
             samples |= new
             finished(list(new.values()))
         return [samples[number] for number in range(len(requests))]
@@ -179,8 +160,7 @@ class Engine:
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt [L] with `max_tokens` more tokens, sampled at temperature 1 past any end token, under the
         latest weights, committed or not."""
-        limit = self.max_model_len
-        params = [completion_params(prompt, seed, max_tokens, limit) for seed, prompt in enumerate(prompts)]
+        params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
         return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
 
@@ -200,7 +180,7 @@ class Engine:
 
         prompts = [row.tolist() for row in rows]
         # prompts with log-probs are computed anew, not found in the prefix cache
-        found = self._uncommitted(prompts, [scoring_params()] * len(prompts), read)
+        found = self._uncommitted(prompts, [arguments.scoring_params()] * len(prompts), read)
         return [scores for scores, _ in found], tuple(routes for _, routes in found if routes)
 
     def best(self, rows: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -220,10 +200,8 @@ class Engine:
     def states(
         self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection.
-
-        Returns {} if the engine is compiled: nothing can be seen inside.
-        """
+        """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection; {} if
+        the engine is compiled, as nothing can be seen inside."""
         if not self._eager:
             return {}
         from megarl.rollout.sublayers import engine_sublayers, record_states

@@ -4,17 +4,17 @@
     the same scored samples on every rank, sorted by (prompt, index) <--first ranks, round a ring, then their members
                                          '--> a reward model, whose forward pass takes all ranks, adds its scores
 
-The first rank of a replica contributes one byte tensor [header length | JSON header | tokens | log-probs | versions |
-masks], in host memory (gloo) and without padding. Routes are wide: they stay on that rank, which the header names,
-until the rows are dealt to micro-batches (trainer/router_replay.py). A rank on which sampling or scoring fails reports
-that before anything is sent, so that its peers do not wait for it.
+The first rank of a replica contributes one byte tensor (`pack`), in host memory (gloo) and without padding. Routes are
+wide: they stay on that rank, which the header names, until the rows are dealt to micro-batches
+(trainer/router_replay.py). A rank on which sampling or scoring fails reports that before anything is sent, so that its
+peers do not wait for it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush
@@ -26,25 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl import types
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler
 from megarl.rollout.schedule import digest_samples
-from megarl.types import (
-    SAMPLE_TENSORS,
-    CheckFailed,
-    Request,
-    Routes,
-    Sample,
-    ScoredBatch,
-    Terminated,
-    TokenBatch,
-    TokenScores,
-    TrainBatch,
-)
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Routes, Sample, Terminated
 from megarl.weights.transports.values import gather_values
 
 LENGTH_BYTES = 8  # of the header's length
-BATCHES = {kind.__name__: kind for kind in (TokenBatch, TrainBatch, ScoredBatch, TokenScores)}
+BATCHES = {kind.__name__: kind for kind in (types.TokenBatch, types.TrainBatch, types.ScoredBatch, types.TokenScores)}
 ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
@@ -110,10 +100,8 @@ class Exchange:
         return scored, digest_samples(samples)
 
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """The parts of all replicas, on every rank.
-
-        They go round the ring of first ranks, and down the chain of each one's members: a part crosses every link once.
-        """
+        """The parts of all replicas, on every rank. They go round the ring of first ranks, and down the chain of each
+        one's members: a part crosses every link once."""
         size, first = self.member.size, self.replica.rank * self.member.size
         rank, world, leads = first + self.member.rank, size * self.replica.size, self.member.first
         parts, sends = torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes)), []
@@ -133,11 +121,8 @@ class Exchange:
 
 
 def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
-    """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others.
-
-    Replicas get equally many prompts (within one), and about equally many prompt tokens. With fewer prompts than
-    replicas, a prompt's requests are split, so that no replica is idle.
-    """
+    """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others, and
+    equally many prompts (within one) and tokens. With fewer prompts than replicas, a prompt's requests are split."""
     groups = [list(group) for _, group in groupby(requests, lambda request: request.prompt.prompt_id)]
     pieces = max(replicas // max(len(groups), 1), 1)
     groups = [group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))]
@@ -150,6 +135,26 @@ def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     return shares
 
 
+def _frame(header: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """[bytes] uint8: [header length | JSON header, dtypes and shapes | tensors]."""
+    kinds = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
+    text = json.dumps((header, kinds)).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8)
+    return torch.cat([head, *(x.contiguous().flatten().view(torch.uint8) for x in tensors.values())])
+
+
+def _unframe(data: np.ndarray) -> tuple[Any, dict[str, Tensor]]:
+    """The header and copies of the tensors that `_frame` was given."""
+    offset = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
+    (header, kinds), tensors = json.loads(data[LENGTH_BYTES:offset].tobytes()), dict[str, Tensor]()
+    for name, (kind, shape) in kinds.items():
+        dtype = getattr(torch, kind)
+        end = offset + dtype.itemsize * math.prod(shape)
+        copy = torch.tensor(data[offset:end])
+        tensors[name], offset = copy.view(dtype).reshape(shape), end
+    return header, tensors
+
+
 def pack(samples: Sequence[Sample]) -> Tensor:
     """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
     names = [field.name for field in fields(Sample) if field.name not in (*SAMPLE_TENSORS, "routes")]
@@ -158,60 +163,38 @@ def pack(samples: Sequence[Sample]) -> Tensor:
         | {"routes": s.routes and (s.routes.owners, s.routes.checksums)}
         for s in samples
     ]
-    columns = [
-        torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
+    columns = {
+        name: torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
         for name, dtype in SAMPLE_TENSORS.items()
-    ]
-    text = json.dumps(rows).encode()
-    data = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-    return torch.cat([torch.frombuffer(data, dtype=torch.uint8), *(column.view(torch.uint8) for column in columns)])
+    }
+    return _frame(rows, columns)
+
+
+def unpack(part: Tensor) -> list[Sample]:
+    """The samples that `pack` packed, with equal values and dtypes, but no experts."""
+    rows, columns = _unframe(part.numpy())
+    lengths = [row.pop("length") for row in rows]
+    for row in rows:  # JSON has lists only
+        row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
+        row["routes"] = row["routes"] and Routes(tuple(row["routes"][0]), tuple(row["routes"][1]))
+    split: dict[str, Any] = {name: column.split(lengths) for name, column in columns.items()}
+    return [Sample(**row, **{name: parts[i] for name, parts in split.items()}) for i, row in enumerate(rows)]
 
 
 def pack_batch(value: Any) -> Any:
-    """A batch, or scores, as flat bytes [L] uint8: [header length | JSON header | tensors]; anything else as it is."""
+    """A batch, or scores, as flat bytes [L] uint8; anything else as it is."""
     if type(value).__name__ not in BATCHES:
         return value
-    tensors, header = list[Tensor](), dict[str, Any]()
-    for field in fields(value):
-        content = getattr(value, field.name)
-        if isinstance(content, Tensor):
-            tensors.append(content.contiguous().flatten().view(torch.uint8))
-            content = [str(content.dtype).removeprefix("torch."), list(content.shape)]
-        elif field.name == "routes":
-            assert not content, "only the colocated topology replays routes"
-            continue
-        header[field.name] = content
-    text = json.dumps([type(value).__name__, header]).encode()
-    head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8)
-    return torch.cat([head, *tensors]).numpy()
+    contents = {field.name: getattr(value, field.name) for field in fields(value)}
+    assert not contents.pop("routes"), "only the colocated topology replays routes"
+    tensors = {name: content for name, content in contents.items() if isinstance(content, Tensor)}
+    header = {name: content for name, content in contents.items() if name not in tensors}
+    return _frame((type(value).__name__, header), tensors).numpy()
 
 
 def unpack_batch(data: Any) -> Any:
     """What `pack_batch` packed, with equal values and dtypes."""
     if not isinstance(data, np.ndarray):
         return data
-    offset = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
-    name, values = json.loads(data[LENGTH_BYTES:offset].tobytes())
-    for field, content in values.items():
-        if isinstance(content, list):
-            dtype, shape = getattr(torch, content[0]), content[1]
-            end = offset + dtype.itemsize * math.prod(shape)
-            copy = torch.from_numpy(data[offset:end].copy())
-            values[field], offset = copy.view(dtype).reshape(shape), end
-    return BATCHES[name](**values)
-
-
-def unpack(part: Tensor) -> list[Sample]:
-    """The samples that `pack` packed, with equal values and dtypes, but no experts."""
-    offset = LENGTH_BYTES + int.from_bytes(part[:LENGTH_BYTES].numpy().tobytes(), "little")
-    rows: list[dict[str, Any]] = json.loads(part[LENGTH_BYTES:offset].numpy().tobytes())
-    lengths = [row.pop("length") for row in rows]
-    columns: dict[str, Sequence[Any]] = {}
-    for name, dtype in SAMPLE_TENSORS.items():
-        end = offset + sum(lengths) * dtype.itemsize
-        columns[name] = part[offset:end].clone().view(dtype).split(lengths) if rows else ()
-        offset = end
-    for row in rows:  # JSON has lists only
-        row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
-        row["routes"] = row["routes"] and Routes(tuple(row["routes"][0]), tuple(row["routes"][1]))
-    return [Sample(**row, **{name: columns[name][i] for name in SAMPLE_TENSORS}) for i, row in enumerate(rows)]
+    (name, values), tensors = _unframe(data)
+    return BATCHES[name](**(values | tensors))

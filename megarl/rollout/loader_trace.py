@@ -9,10 +9,9 @@ instead of copying is an error. Only this file and weight_loader.py use vLLM's p
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -25,22 +24,12 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.plan import View
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Elements without an HF tensor (vocabulary padding) that the loader sets to `value`."""
-
-    where: View
-    shape: tuple[int, ...]
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderTrace:
     slices: tuple[ShardSlice, ...]  # in the order of the model's parameters
-    fills: tuple[Fill, ...]
+    fills: tuple[tuple[ShardSlice, float], ...]  # elements of no HF tensor (vocabulary padding), set to this value
     aliases: Mapping[str, tuple[str, ...]]  # module -> modules that share its parameter but are not loaded: tied heads
 
 
@@ -75,15 +64,17 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
         owners = [name for name in names if name in loaded]
         if len(owners) == 1 < len(names):
             aliases[owners[0]] = tuple(name for name in names if name != owners[0])
-    covered = {name for names in aliases.values() for name in names}
+    covered: Counter[str] = Counter()  # elements, by parameter
+    for part in (*slices, *(part for part, _ in tracer.fills)):
+        covered[part.param] += part.numel
     # with FP8 weights vLLM also looks for scales of the KV cache; without any it uses 1
-    covered |= {name for name, module in model.named_modules() if _is_kv_cache_method(module)}
-    _refuse_uncovered(numels, slices, tracer.fills, covered)
+    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    exempt = {name for name, method in methods.items() if isinstance(method, BaseKVCacheMethod)}
+    exempt.update(*aliases.values())
+    for param, numel in numels.items():
+        if covered[param] != numel and module_of(param) not in exempt:
+            raise CheckFailed(f"the engine's loader fills only {covered[param]} of {numel} elements of {param}")
     return LoaderTrace(slices, tuple(tracer.fills), aliases)
-
-
-def _is_kv_cache_method(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def module_of(param: str) -> str:
@@ -111,7 +102,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.slices: list[ShardSlice] = []
-        self.fills: list[Fill] = []
+        self.fills: list[tuple[ShardSlice, float]] = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
         self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
         self._zeroed: set[int] = set()  # storages of sources that the loader sets to zero before it copies them
@@ -172,8 +163,9 @@ class _Tracer(TorchDispatchMode):
     def _fill(self, target: Tensor, value: float) -> None:
         if target.numel():
             param, whole = self._parameters[_storage(target)]
-            where = View(param, _offset(target, whole), tuple(target.stride()))
-            self.fills.append(Fill(where, tuple(target.shape), value))
+            shape, strides = tuple(target.shape), tuple(target.stride())
+            start = (0,) * len(shape)
+            self.fills.append((ShardSlice("", start, shape, param, _offset(target, whole), strides), value))
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:
@@ -202,16 +194,3 @@ def _rectangle(
             return None
         shape[dim], strides[dim] = size, target_step
     return tuple(start), tuple(shape), tuple(strides)
-
-
-def _refuse_uncovered(
-    numels: Mapping[str, int], slices: Sequence[ShardSlice], fills: Sequence[Fill], aliased: set[str]
-) -> None:
-    covered: dict[str, int] = defaultdict(int)
-    for part in slices:
-        covered[part.param] += part.numel
-    for fill in fills:
-        covered[fill.where.param] += prod(fill.shape)
-    for param, numel in numels.items():
-        if covered[param] != numel and module_of(param) not in aliased:
-            raise CheckFailed(f"the engine's loader fills only {covered[param]} of {numel} elements of {param}")

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -49,15 +50,13 @@ def fp8_kernels() -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.platforms import current_platform
 
-    originals = CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device
-    if current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16:
-        supported: Any = staticmethod(lambda *_: (True, None))
-        CPUFp8BlockScaledMMKernel.is_supported = supported
-        CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
-    try:
+    if not (current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16):
         yield
-    finally:
-        CPUFp8BlockScaledMMKernel.is_supported, CPUExpertsFp8._supports_current_device = originals
+        return
+    linear = patch.object(CPUFp8BlockScaledMMKernel, "is_supported", staticmethod(lambda *_: (True, None)))
+    experts = patch.object(CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True))
+    with linear, experts:
+        yield
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megarl.config.schema import Config
 from megarl.models.engine import engine_table
-from megarl.models.fp8 import with_scales
+from megarl.models.fp8 import scale_shapes, with_scales
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_of
@@ -28,9 +30,10 @@ def make_publisher(
     probe: Probe | None = None,
 ) -> Publisher:
     """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: of a model without a table."""
-    sizes = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
+    sizes: dict[str, Any] = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
     weights = weights or WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
-    fmt = rollout_format(config, shape)
+    if fmt := rollout_format(config, shape):
+        weights = weights.in_fp8(scale_shapes(shape, fmt))
     if shape.bridge:
         assert sender and receiver, "the split topology has only models with a table"
         table, kept = None, transport.gather(list(receiver.slices))

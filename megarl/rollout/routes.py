@@ -40,12 +40,11 @@ class RouteCapture:
 
         self._runner: Any = llm.collective_rpc(lambda worker: worker.model_runner)[0]
         cache = self._runner.kv_cache_config
-        groups = list(cache.kv_cache_groups)
-        full = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)]
+        groups = enumerate(cache.kv_cache_groups)
+        full = [(n, group) for n, group in groups if isinstance(group.kv_cache_spec, FullAttentionSpec)]
         assert full, "no layer attends to all tokens: blocks of a sliding window are freed before the request ends"
-        self._group = full[0]
-        self._layer = groups[self._group].layer_names[0]
-        self._block = groups[self._group].kv_cache_spec.block_size
+        self._group, group = full[0]
+        self._layer, self._block = group.layer_names[0], group.kv_cache_spec.block_size
         slots = cache.num_blocks * self._block
         # pages that no token reached use no memory; slot -1 is that of padding
         self._table = torch.zeros(slots + 1, len(routers), routers[0].top_k, dtype=self._dtype)

@@ -3,9 +3,9 @@
     prompts --requests--> generate --scored samples--> shape --> groups --keep--> Rollout
        ^------------------------- refill, for groups that are not kept -----'
 
-Every round, the first one too, asks for as many prompts as will probably fill the batch, by the share of groups that
-were kept in this and the last steps. The first `count` kept groups of the stream are trained on, and the stream goes on
-after the last of them. So what is trained on depends on samples alone: not on time, layout, or how many were asked for.
+Every round asks for as many prompts as will probably fill the batch, by the share of groups that were kept in this and
+the last steps. The first `count` kept groups of the stream are trained on, and the stream goes on after the last of
+them. So what is trained on depends on samples alone: not on time, layout, or how many were asked for.
 
 With `max_staleness` k, the batches of the next k steps are sampled while the trainer works on this one:
 
@@ -13,8 +13,8 @@ With `max_staleness` k, the batches of the next k steps are sampled while the tr
     k = 0    v v v |              |v+1 v+1 v+1 |         |v+2        so no token can be older. The trainer waits for the
     k = 1    v v v v v v v v v v v|v+1 v+1 v+1 v+1 v+1 v+1|v+2       slowest prompt of its batch: none is discarded
 
-and the batch has the same prompts at every k, however long they take. Nothing here knows time or engines: `generate`
-samples and scores at once, `begin` while others work. Every rank returns the same groups.
+and the batch has the same prompts at every k. Nothing here knows time or engines: `generate` samples and scores at
+once, `begin` while others work. Every rank returns the same groups.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def oldest_version(groups: Iterable[Group]) -> int | None:
 
 
 def num_prompts(missing: int, kept: float, asked: float) -> int:
-    """How many prompts to ask for so that probably `missing` groups are kept, where `kept` of `asked` were before.
+    """How many prompts to ask for, so that probably `missing` groups are kept, where `kept` of `asked` were before.
 
-    More than their mean by a standard deviation: five times in six no further round is needed.
+    A standard deviation more than on average: five times in six no further round is needed.
     """
     share = min(max(kept, 1.0) / asked, 1.0) if asked else 1.0
     return math.ceil((missing + math.sqrt(missing * (1 - share))) / share)
@@ -142,10 +142,8 @@ class Rollouts:
     _version: int = field(default=-1, init=False)  # of the weights that sample
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
-        """Returns `count` groups, or fewer after `max_refills`; each has at least one scored sample.
-
-        Called for one step after the other, each time with the weights of that version. The batches of the next
-        `max_staleness` steps are begun too.
+        """Returns `count` groups, or fewer after `max_refills`, each with a scored sample. Called for one step after
+        the other, with the weights of that version. The batches of the next `max_staleness` steps are begun too.
 
         `Rollout.counts` counts, by cause, dropped samples and groups, and scored samples whose reward names a cause.
         A step without groups is empty and changes nothing. Raises ValueError if no step has had a group yet,
@@ -249,9 +247,9 @@ class Rollouts:
         for sample in samples:
             counts["rollout/prompt_tokens_computed"] += sample.prompt_tokens_computed
             by_prompt[sample.prompt_id].append(self.shape(sample) if self.shape else sample)
-        groups = [self._group(prompt, by_prompt[prompt.prompt_id]) for prompt in prompts]
         usable = []
-        for group in groups:
+        for prompt in prompts:
+            group = self._group(prompt, by_prompt[prompt.prompt_id])
             counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
             counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
             lacks_baseline = self.greedy_baseline and group.baseline is None

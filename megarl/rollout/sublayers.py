@@ -18,16 +18,15 @@ PARTS = {
     "mlp_norm": ("post_attention_layernorm",),
     "mlp": ("mlp", "block_sparse_moe"),
 }
-ENDS = {"embedding": ("embed_tokens", "embedding"), "final_norm": ("norm",)}
 
 
 def engine_sublayers(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the sublayers of the families that megarl has tables for, in the order in which they run."""
     decoder = model.get_submodule("model")
-    found = {"embedding": _child(decoder, ENDS["embedding"])}
+    found = {"embedding": _child(decoder, ("embed_tokens", "embedding"))}
     for number, layer in enumerate(decoder.get_submodule("layers").children()):
         found |= {f"layers.{number}.{part}": _child(layer, names) for part, names in PARTS.items()}
-    found["final_norm"] = _child(decoder, ENDS["final_norm"])
+    found["final_norm"] = _child(decoder, ("norm",))
     return {name: module for name, module in found.items() if module is not None}
 
 

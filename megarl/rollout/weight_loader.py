@@ -11,8 +11,9 @@ weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,11 +24,11 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megarl.models.shards import ShardSlice
-from megarl.rollout.loader_trace import Fill, LoaderTrace, module_of, put_on_meta, restore_kernel_tensors
+from megarl.rollout.loader_trace import module_of, put_on_meta, restore_kernel_tensors, trace_loader
 from megarl.types import CheckFailed
 from megarl.weights.checksum import copy_and_verify, positional_checksum
 from megarl.weights.execute import split_message, strided_view
-from megarl.weights.plan import Message, View
+from megarl.weights.plan import Message
 from megarl.weights.publish import WeightFormat
 
 State = Literal["empty", "writing", "sealed", "ready"]
@@ -39,41 +40,32 @@ class LayerReceiver:
 
     request = None  # vLLM's, of an adapter
 
-    def __init__(
-        self,
-        model: nn.Module,
-        trace: LoaderTrace,
-        weights: WeightFormat,
-        reset_cache: Callable[[], object],
-    ) -> None:
-        self.slices = weights.moved_slices(trace.slices)
-        self.device = next(model.parameters()).device
+    def __init__(self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]) -> None:
+        trace = trace_loader(model, weights.shapes, weights.dtype)
+        self.slices, self._aliases = weights.moved_slices(trace.slices), trace.aliases
+        self.device, self.dtype = next(model.parameters()).device, weights.dtype
         self.state: State = "empty"
         self.version: int | None = None
-        self._modules = dict(model.named_modules())
-        self._aliases = trace.aliases
-        self._weights = weights
-        self.dtype = weights.dtype
-        self._reset_cache = reset_cache
+        self._modules, self._weights, self._reset_cache = dict(model.named_modules()), weights, reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
         self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
-        self._fills: dict[str, list[Fill]] = defaultdict(list)  # module -> fills
-        self._numel: dict[str, int] = defaultdict(int)  # module -> its number of elements
-        self._left: dict[str, int] = {}  # module -> elements that have not arrived
-        self._loaded: dict[str, int] = defaultdict(int)  # HF tensor -> elements received
+        self._fills: dict[str, list[tuple[ShardSlice, float]]] = defaultdict(list)  # module -> LoaderTrace.fills
+        self._numel: Counter[str] = Counter()  # module -> its number of elements
+        self._left: Counter[str] = Counter()  # module -> elements that have not arrived
+        self._loaded: Counter[str] = Counter()  # HF tensor -> elements received
         for number, part in enumerate(self.slices):
             module = module_of(part.param)
             self._slices[module].append((number, part))
             self._numel[module] += part.numel
-        for fill in trace.fills:
-            self._fills[module_of(fill.where.param)].append(fill)
+        for part, value in trace.fills:
+            self._fills[module_of(part.param)].append((part, value))
 
     def begin(self, *, check_placement: bool) -> None:
         self.abort()
         self.state = "writing"
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         self._sums = [zero] * len(self.slices) if check_placement else []
-        self._left = dict(self._numel)
+        self._left = self._numel.copy()
         self._loaded.clear()
 
     @torch.no_grad()
@@ -81,14 +73,15 @@ class LayerReceiver:
         assert self.state == "writing", f"write() in state {self.state}"
         wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
         for transfer, part in split_message(message, flat):
-            module = module_of(transfer.destination.param)
+            into = transfer.destination
+            module = module_of(into.param)
             if not self._is_open(self._modules[module]):
                 self._open(module)
             # read back before the layer closes: packed bytes cannot be compared
-            view = self._view(transfer.name, transfer.destination, transfer.shape)
+            view = self._view(into)
             wrong += copy_and_verify(part if view.dtype == part.dtype else part.view(self._weights.dtype), view)
-            self._loaded[transfer.name] += transfer.numel
-            self._left[module] -= transfer.numel
+            self._loaded[into.name] += into.numel
+            self._left[module] -= into.numel
             if not self._left[module]:
                 self._close(module)
         return wrong
@@ -96,8 +89,7 @@ class LayerReceiver:
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
         assert self.state == "writing", f"seal() in state {self.state}"
-        waiting = {module: left for module, left in self._left.items() if left}
-        if waiting:
+        if waiting := {module: left for module, left in self._left.items() if left}:
             shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
             raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
@@ -123,19 +115,22 @@ class LayerReceiver:
             if self._is_open(layer):
                 restore_kernel_tensors(layer)
 
-    def _view(self, name: str, where: View | ShardSlice, shape: tuple[int, ...]) -> Tensor:
+    def _view(self, part: ShardSlice) -> Tensor:
         """In the dtype that moves; in the parameter's own where the engine keeps a tensor in a wider one."""
-        module, _, leaf = where.param.rpartition(".")
-        parameter, weights = getattr(self._modules[module], leaf), self._weights
+        parameter, name, weights = self._parameter(part), part.name, self._weights
         expected = torch.float8_e4m3fn if name in weights.fp8 else weights.dtype_of(name)
         if parameter.dtype == expected:
-            return strided_view(parameter, where, shape, weights.unit)
+            return strided_view(parameter, part, weights.unit)
         if name in weights.fp32 | weights.fp8:
             raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}")
         count = weights.sizes.units(name)
-        strides = (*(stride // count for stride in where.strides[:-1]), where.strides[-1])
-        narrow = View(where.param, where.offset // count, strides)
-        return strided_view(parameter, narrow, (*shape[:-1], shape[-1] // count), parameter.dtype)
+        shape = (*part.shape[:-1], part.shape[-1] // count)
+        strides = (*(stride // count for stride in part.strides[:-1]), part.strides[-1])
+        return strided_view(parameter, replace(part, shape=shape, offset=part.offset // count, strides=strides))
+
+    def _parameter(self, part: ShardSlice) -> Tensor:
+        module, _, leaf = part.param.rpartition(".")
+        return getattr(self._modules[module], leaf)
 
     def _is_open(self, layer: nn.Module) -> bool:
         return layerwise.get_layerwise_info(layer).kernel_tensors is not None
@@ -144,15 +139,14 @@ class LayerReceiver:
         layer = self._modules[module]
         put_on_meta(layer)
         materialize_layer(layer, layerwise.get_layerwise_info(layer))
-        for fill in self._fills[module]:
-            parameter = getattr(layer, fill.where.param.rpartition(".")[2])
-            strided_view(parameter, fill.where, fill.shape, parameter.dtype).fill_(fill.value)
+        for part, value in self._fills[module]:
+            strided_view(self._parameter(part), part).fill_(value)
 
     def _close(self, module: str) -> None:
         layer = self._modules[module]
         info = layerwise.get_layerwise_info(layer)
         for number, part in self._slices[module] if self._sums else ():
-            view = self._view(part.name, part, part.shape)
+            view = self._view(part)
             if view.dtype != self._weights.unit:  # as it was sent
                 view = view.to(self._weights.dtype).view(self._weights.unit)
             self._sums[number] = positional_checksum(view, part.start)

@@ -216,7 +216,7 @@ class Adapters:
                 digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(shape[1])
-                view = strided_view(parameter, part, part.shape, parameter.dtype)
+                view = strided_view(parameter, part)
                 view.copy_(whole.narrow(1, part.start[1], part.shape[1]))
 
 

@@ -45,10 +45,10 @@ def _weigh_halves(sums: Tensor, table: int) -> Tensor:
 
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` into `into`, of the same shape. Returns 1 if any bit reads back differently, otherwise 0.
+    """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back differently, else 0.
 
-    `into` may be of a wider dtype (a router that the engine keeps in fp32): it is read back in that of `part`. The
-    result is an int64 scalar. A CPU compares while the data is in its cache; a GPU is not synchronized.
+    `into` may be of a wider dtype (a router that the engine keeps in fp32): it is read back in that of `part`. A CPU
+    compares while the data is in its cache; a GPU is not synchronized.
     """
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)

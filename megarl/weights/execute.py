@@ -8,7 +8,7 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.checksum import checksum, copy_and_verify, positional_checksum
-from megarl.weights.plan import Message, Plan, Transfer, View, relay_buffer
+from megarl.weights.plan import Message, Plan, Transfer, relay_buffer
 from megarl.weights.transports import Transport
 
 CPU = torch.device("cpu")
@@ -35,41 +35,36 @@ class Encoder(Protocol):
         ...
 
 
-def strided_view(tensor: Tensor, where: View | ShardSlice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A view of part of a contiguous `tensor`, as elements of `dtype`."""
-    data = tensor.detach().view(dtype)
+def strided_view(tensor: Tensor, part: ShardSlice, dtype: torch.dtype | None = None) -> Tensor:
+    """A view of part of a contiguous `tensor`, as elements of `dtype` (None: its own)."""
+    data = tensor.detach().view(dtype or tensor.dtype)
     # as_strided takes absolute offsets, and parameters may be views of one large buffer
-    return data.as_strided(shape, where.strides, data.storage_offset() + where.offset)
+    return data.as_strided(part.shape, part.strides, data.storage_offset() + part.offset)
 
 
-def encoded_slice(tensor: Tensor, part: ShardSlice, encoder: Encoder) -> Tensor:
-    return encoder.encode(part.name, part.start, strided_view(tensor, part, part.shape, tensor.dtype))
+def read_slice(tensor: Tensor, part: ShardSlice, dtype: torch.dtype, encoder: Encoder | None) -> Tensor:
+    """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of it."""
+    if encoder and part.name in encoder.names:
+        return encoder.encode(part.name, part.start, strided_view(tensor, part))
+    return strided_view(tensor, part, dtype)
 
 
 def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
     """Yields each transfer with its part of the buffer `flat` [numel], in the transfer's shape."""
-    parts = flat.split([transfer.numel for transfer in message.transfers])
+    parts = flat.split([transfer.source.numel for transfer in message.transfers])
     for transfer, part in zip(message.transfers, parts, strict=True):
-        yield transfer, part.view(transfer.shape)
+        yield transfer, part.view(transfer.source.shape)
 
 
 class PlanExecutor:
     """Executes this rank's messages of a plan."""
 
     def __init__(
-        self,
-        plan: Plan,
-        transport: Transport,
-        dtype: torch.dtype,
-        device: torch.device,
-        encoder: Encoder | None = None,  # of the weights that this rank sends
+        self, plan: Plan, transport: Transport, dtype: torch.dtype, device: torch.device, encoder: Encoder | None = None
     ) -> None:
-        self.rounds = plan.lower(transport.rank)
-        self.num_messages = len(plan.message_bytes)
-        self._transport = transport
-        self._dtype = dtype
-        self._device = device
-        self._encoder = encoder
+        """`encoder`: of the weights that this rank sends."""
+        self.rounds, self.num_messages = plan.lower(transport.rank), len(plan.message_bytes)
+        self._transport, self._dtype, self._device, self._encoder = transport, dtype, device, encoder
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -117,13 +112,8 @@ class PlanExecutor:
         """Returns [numel]: the message's transfers end to end, each in row-major order of its HF tensor."""
         flat = self._empty(message)
         for transfer, part in split_message(message, flat):
-            source, tensor = transfer.source, memory[transfer.source.param]
-            if self._encoder and transfer.name in self._encoder.names and not transfer.is_relay:
-                where = (source.param, source.offset, source.strides)
-                slice_ = ShardSlice(transfer.name, transfer.start, transfer.shape, *where)
-                part.copy_(encoded_slice(tensor, slice_, self._encoder))
-            else:
-                part.copy_(strided_view(tensor, source, transfer.shape, self._dtype))
+            encoder = None if transfer.is_relay else self._encoder
+            part.copy_(read_slice(memory[transfer.source.param], transfer.source, self._dtype, encoder))
         return flat
 
     def describe(self, message: Message) -> str:
@@ -156,36 +146,28 @@ class MemoryReceiver:
     `dtype`. Messages arrive on `device`."""
 
     def __init__(
-        self,
-        slices: Sequence[ShardSlice],
-        memory: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device = CPU,
+        self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device = CPU
     ) -> None:
-        self.slices = slices
-        self.memory = memory
+        self.slices, self.memory, self.device, self._dtype = slices, memory, device, dtype
         self.version: int | None = None
-        self.device = device
-        self._dtype = dtype
-        self._loaded: dict[str, int] = {}  # elements received of each HF tensor
+        self._loaded: Counter[str] = Counter()  # elements received of each HF tensor
 
     def begin(self, *, check_placement: bool) -> None:
-        self._loaded, self.version = {}, None
+        self._loaded, self.version = Counter(), None
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         wrong = torch.zeros((), dtype=torch.int64, device="cpu")
         for transfer, part in split_message(message, flat.to(CPU)):
-            where = transfer.destination
-            wrong += copy_and_verify(part, strided_view(self.memory[where.param], where, part.shape, self._dtype))
-            self._loaded[transfer.name] = self._loaded.get(transfer.name, 0) + transfer.numel
+            into = transfer.destination
+            wrong += copy_and_verify(part, strided_view(self.memory[into.param], into, self._dtype))
+            self._loaded[into.name] += into.numel
         return wrong
 
     def seal(self) -> Mapping[str, int]:
         return self._loaded
 
     def positional_checksums(self) -> Tensor:
-        views = ((strided_view(self.memory[x.param], x, x.shape, self._dtype), x.start) for x in self.slices)
-        sums = [positional_checksum(view, start) for view, start in views]
+        sums = [positional_checksum(strided_view(self.memory[x.param], x, self._dtype), x.start) for x in self.slices]
         return (torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)
 
     def finish(self, version: int) -> None:

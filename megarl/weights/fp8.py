@@ -50,16 +50,13 @@ class Fp8Quantizer:
             amax = {name: view.view(part.shape) for (name, part), view in zip(grids.items(), views, strict=True)}
             for part in self._weights:
                 if part.name in amax:
-                    self._region(amax[part.name], part.start, part.shape).copy_(self._amax(part, parameters, amax))
+                    values, (top, left) = strided_view(parameters[part.param], part), self._first(part.start)
+                    found = block_amax(pad(values, (left, 0, top, 0)) if top or left else values, self._fmt.block)
+                    region = self._region(amax[part.name], part.start, part.shape)
+                    region.copy_(torch.maximum(found, region))
             self._reduce_max(flat, is_expert)
             self._scales |= {name: fp8_scales(values) for name, values in amax.items()}
         return {**parameters, **{part.param: self._scales[name] for name, part in self._grids.items()}}
-
-    def _amax(self, part: ShardSlice, parameters: Mapping[str, Tensor], amax: Mapping[str, Tensor]) -> Tensor:
-        values = _view(parameters[part.param], part)
-        top, left = self._first(part.start)
-        found = block_amax(pad(values, (left, 0, top, 0)) if top or left else values, self._fmt.block)
-        return torch.maximum(found, self._region(amax[part.name], part.start, part.shape))
 
     def encode(self, name: str, start: Sequence[int], values: Tensor) -> Tensor:
         """Returns [start, start + values.shape) of the weight `name` as the engine keeps it, a byte an element."""
@@ -75,7 +72,7 @@ class Fp8Quantizer:
         try:
             with torch.no_grad():
                 for part in self._weights:
-                    values, block = _view(parameters[part.param], part), self._fmt.block
+                    values, block = strided_view(parameters[part.param], part), self._fmt.block
                     scales = self._region(self._scales[part.name], part.start, part.shape)
                     first = self._first(part.start)
                     values.copy_(from_fp8(to_fp8(values, scales, block, first), scales, block, values.dtype, first))
@@ -95,7 +92,3 @@ class Fp8Quantizer:
             for first, count, size in zip(start, shape, self._fmt.block, strict=True)
         )
         return grid[rows, columns]
-
-
-def _view(parameter: Tensor, part: ShardSlice) -> Tensor:
-    return strided_view(parameter, part, part.shape, parameter.dtype)

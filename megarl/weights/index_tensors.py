@@ -60,32 +60,25 @@ def moved_slices(
 
     Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
     """
-    (numbers, positions), slices = _moved_elements(param, first, second, tensors, padded=padded), []
-    for name, start in tensors.first.items():
-        shape = tensors.shapes[name]
-        low, high = torch.searchsorted(numbers, numbers.new_tensor([start, start + prod(shape)])).tolist()
-        slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
-    return slices
-
-
-def _moved_elements(
-    param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns the index [n] of each element that was moved, ascending, and its position in `param`."""
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
         raise ValueError(f"{param}: two runs of its conversion from {sources} differ; {REMEDY}")
-    numbers = first.flatten().long()
+    numbers = first.flatten().long()  # the index of each element, and
     if (numbers != first.flatten()).any() or (_scramble(numbers) != second.flatten()).any():
         raise ValueError(f"{param} is computed from {sources}, not copied; {REMEDY}")
-    positions = numbers.nonzero().squeeze(1)
+    positions = numbers.nonzero().squeeze(1)  # where it lies in `param`
     if positions.numel() != numbers.numel() and not padded:
         raise ValueError(f"{numbers.numel() - positions.numel()} elements of {param} have no source in {sources}")
     numbers, order = numbers[positions].sort()
     positions = positions[order]
     if (numbers.diff() == 0).any():
         raise ValueError(f"{param} holds an element of {sources} twice; {REMEDY}")
-    return numbers, positions
+    slices: list[ShardSlice] = []
+    for name, start in tensors.first.items():
+        shape = tensors.shapes[name]
+        low, high = torch.searchsorted(numbers, numbers.new_tensor([start, start + prod(shape)])).tolist()
+        slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
+    return slices
 
 
 def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]) -> list[ShardSlice]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.checksum import positional_checksum
-from megarl.weights.execute import Encoder, encoded_slice, strided_view
+from megarl.weights.execute import Encoder, read_slice
 from megarl.weights.transports import Transport
 
 
@@ -67,10 +67,7 @@ def slice_checksum(
     encoder: Encoder | None = None,
 ) -> Tensor:
     """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its parameter."""
-    tensor, start = parameters[part.param], part.start
-    if encoder and part.name in encoder.names:
-        return positional_checksum(encoded_slice(tensor, part, encoder), start)
-    view = strided_view(tensor, part, part.shape, dtype)
+    view, start = read_slice(parameters[part.param], part, dtype, encoder), part.start
     if len(part.shape) > len(shape):  # its last dim viewed as pairs
         view, start = view.flatten(-2), (*start[:-2], 2 * start[-2])
     return positional_checksum(view, start)

@@ -1,4 +1,5 @@
-"""What moves, which ranks have it and which keep it: from the tables of trainer and engine, or from recorded slices.
+"""What moves, which ranks have it and which keep it (a Placement): from the tables of trainer and engine, or from
+recorded slices.
 
 (coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
 FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the axis that splits the
@@ -8,19 +9,21 @@ RecordedSlices: the same from the slices of every rank, for a family without a t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, count
 from math import gcd, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ElementSizes, Rule, ShardSlice, Table, in_units, of_expert
 from megarl.weights.fleet import Fleet
-from megarl.weights.senders import Instances, Ints
 
+Ints = NDArray[np.integer]
 SlicesByRank = Sequence[Sequence[ShardSlice]]
 EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
@@ -69,9 +72,9 @@ def transfer_groups(
     max_numel: int,
     is_expert: bool = False,
 ) -> list[TransferGroup]:
-    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger.
+    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger. With
+    `is_expert`, all tensors form one unit; otherwise each does.
 
-    `is_expert`: all tensors of an expert form one unit; otherwise each tensor is a unit.
     Raises ValueError naming the tensor if the sources overlap, or do not cover a destination.
     """
     senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
@@ -94,9 +97,7 @@ def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
     return None if any(size <= 0 for size in shape) else (start, shape)
 
 
-def _by_rectangle(
-    slices: Iterable[tuple[int, ShardSlice]],
-) -> dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]]:
+def _by_rectangle(slices: Iterable[tuple[int, ShardSlice]]) -> dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]]:
     by_name: dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]] = {}
     for coordinate, part in slices:
         by_name.setdefault(part.name, {}).setdefault((part.start, part.shape), []).append((coordinate, part))
@@ -141,8 +142,20 @@ def _split(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[T
             yield TransferGroup((replace(overlap, **region),), unit)
 
 
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """The instances of a transfer group, one for each layer and expert, as arrays."""
+
+    layer: Ints
+    expert: Ints  # -1: none
+    position: Ints  # number of the replica's elements before it, in the order of the engine's layers
+    rotation: Ints  # distinguishes instances with the same sources
+    key: Ints  # row of `source_ranks`
+    part: Ints  # expert-parallel rank of the engine that keeps it
+
+
 class RecordedSlices:
-    """senders.Placement. Coordinates are ranks, each tensor is a layer; `destinations` are in the engine's order."""
+    """Coordinates are ranks, each tensor is a layer; `destinations` are in the engine's order."""
 
     def __init__(self, sources: SlicesByRank, destinations: SlicesByRank, ranks_per_node: int, max_numel: int) -> None:
         places = [(place, rank, part) for rank, slices in enumerate(destinations) for place, part in enumerate(slices)]
@@ -152,18 +165,20 @@ class RecordedSlices:
             max_numel=max_numel,
         )
         self.world, self.ranks_per_node = max(len(sources), len(destinations)), ranks_per_node
-        self.receivers, self.lanes, self.period = sorted({rank for _, rank, _ in places}), 1, 1
+        self.receivers = sorted({rank for _, rank, _ in places})
+        self.lanes, self.period = 1, 1  # layers at which ranks of one node start; they repeat after `period` ranks
         sizes = np.bincount(
             [group.unit for group in self.groups], [group.numel * len(group.destinations) for group in self.groups], 1
         ).astype(np.int64)
-        self.layer_starts: Ints = np.cumsum(sizes) - sizes
-        self.total = max(1, int(sizes.sum()))
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes  # positions, ascending
+        self.total = max(1, int(sizes.sum()))  # elements of a replica
 
     def instances(self, group: int) -> Instances:
         unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
         return Instances(unit, zero - 1, self.layer_starts[unit], zero, zero, zero)
 
     def source_ranks(self, group: int) -> Ints:
+        """Returns the ranks that have the group, [keys, sources]."""
         return np.array([self.groups[group].sources])
 
     def destination_ranks(self, group: int, part: int) -> Sequence[int]:
@@ -177,7 +192,7 @@ class RecordedSlices:
 
 
 class FleetTables:
-    """senders.Placement. Coordinates are ranks along the axis that splits a tensor; sections are in engine order."""
+    """Coordinates are ranks along the axis that splits a tensor; sections are in engine order."""
 
     def __init__(
         self, shape: ModelShape, fleet: Fleet, table: Table, engine: Table, *, sizes: ElementSizes, max_numel: int
@@ -200,10 +215,10 @@ class FleetTables:
         self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
         engine_etp = self._engines[0].etp.size
         self._sizes = {False: (fleet.parallel.tensor, fleet.tensor), True: (fleet.parallel.expert_tensor, engine_etp)}
-        self._expert_numel: dict[str, int] = {}  # of one expert, in each parameter on either side
+        self._expert_numel: Counter[str] = Counter()  # of one expert, in each parameter on either side
         for one_side, size in zip(self._tables, self._sizes[True], strict=True):
             for part in (part for rank, part in self._templates(one_side.expert, size) if rank == 0):
-                self._expert_numel[part.param] = self._expert_numel.get(part.param, 0) + part.numel
+                self._expert_numel[part.param] += part.numel
         leading = shape.dense_layers
         layers = {"embedding": range(-1, 0), "dense": range(leading), "layer": range(leading, shape.layers)}
         layers["expert"] = layers["layer"] if shape.is_moe else range(0)
@@ -256,19 +271,21 @@ class FleetTables:
 
     def _order_units(self) -> None:
         """Sets the position of each layer, and of each unit in its layer: experts follow the other tensors."""
-        self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before the unit, elements of the unit)
+        units: Counter[tuple[str, int]] = Counter()  # elements; those of experts, in one of their groups
         for section, group in zip(self._sections, self.groups, strict=True):
-            _, size = self._units.get((section, group.unit), (0, 0))
-            self._units[section, group.unit] = 0, size + group.numel * len(group.destinations)
-        ends, repeats = dict.fromkeys(self._layers, 0), max(group.repeats for group in self.groups)
-        for (section, unit), (_, size) in self._units.items():
-            begin = ends["layer"] if section == "expert" and not ends["expert"] else ends[section]
-            self._units[section, unit] = begin, size
-            ends[section] = begin + size * (self._shape.experts // repeats if section == "expert" else 1)
+            units[section, group.unit] += group.numel * len(group.destinations)
+        ends = dict.fromkeys(self._layers, 0)
+        self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before the unit, elements of the unit)
+        for (section, unit), size in units.items():
+            before = "layer" if section == "expert" else section
+            self._units[section, unit] = ends[before], size
+            ends[section] += size
+        ends["expert"] *= self._shape.experts // max(group.repeats for group in self.groups)
         numbers = range(EMBEDDING, self._shape.layers + 1)
-        sizes = [max(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
-        self.layer_starts: Ints = np.array([sum(sizes[:number]) for number in range(len(sizes))])
-        self.total = sum(sizes)
+        in_layer = [sum(ends[name] for name, layers in self._layers.items() if number in layers) for number in numbers]
+        sizes = np.array(in_layer)
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.total = int(sizes.sum())
 
     def instances(self, group: int) -> Instances:
         shape, section = self._shape, self._sections[group]
@@ -332,3 +349,6 @@ class FleetTables:
             name = part.name.format(layer=layer, expert=expert)
             self._filled[key] = ShardSlice(name, part.start, part.shape, chunk + param, part.offset, part.strides)
         return self._filled[key]
+
+
+Placement = FleetTables | RecordedSlices

@@ -10,8 +10,9 @@ single row of a tensor is larger. A rank may be a sender, a receiver or both.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -23,42 +24,26 @@ from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import with_scales
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice
+from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice, whole_tensor
 from megarl.weights.fleet import Fleet
-from megarl.weights.placements import FleetTables, RecordedSlices, SlicesByRank
+from megarl.weights.placements import FleetTables, Ints, Placement, RecordedSlices, SlicesByRank
 from megarl.weights.plan_rounds import assign_rounds
-from megarl.weights.senders import Hops, Ints, assign_senders
+from megarl.weights.senders import Hops, assign_senders
 
 GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """Part of a rank's memory: `param` viewed with `strides` from `offset`, in elements."""
-
-    param: str
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Transfer:
-    """[start, start + shape) of HF tensor `name`, where the sender reads it and where the receiver writes it.
+    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it.
 
     A relayed transfer is read from the flat message that arrived from another rank in the previous round; the source's
     `param` is then `relay_buffer` of that rank.
     """
 
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    source: View
-    destination: View
+    source: ShardSlice
+    destination: ShardSlice
     is_relay: bool = False
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ class Message:
 
     @property
     def numel(self) -> int:
-        return sum(transfer.numel for transfer in self.transfers)
+        return sum(transfer.source.numel for transfer in self.transfers)
 
     @property
     def is_relay(self) -> bool:
@@ -81,7 +66,7 @@ class Message:
         return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
-        names = sorted({transfer.name for transfer in self.transfers})
+        names = sorted({transfer.source.name for transfer in self.transfers})
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         relayed = " (relayed)" if self.is_relay else ""
         return f"rank {self.sender} -> rank {self.receiver}{relayed}: {', '.join(names[:3])}{rest}"
@@ -114,7 +99,7 @@ class Plan:
     message_bytes: Ints
     rows: TransferRows
     first_row: Ints  # [messages + 1]
-    placement: FleetTables | RecordedSlices
+    placement: Placement
 
     @property
     def bytes_kept(self) -> int:
@@ -128,6 +113,7 @@ class Plan:
 
     @property
     def bytes_relayed(self) -> int:
+        """Part of bytes_received, relayed within nodes."""
         return int(self.itemsize * self.rows.numel[self.rows.via >= 0].sum())
 
     @cached_property
@@ -155,29 +141,27 @@ class Plan:
         layer, first, group = int(rows.layer[row]), int(rows.expert[row]), self.placement.groups[int(rows.group[row])]
         sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
         for expert, overlap in product(range(first, first + group.repeats), group.overlaps):
-            destination = self.placement.destination(overlap, receiver, layer, expert)
+            kept = self.placement.destination(overlap, receiver, layer, expert)
             start, shape = overlap.start, overlap.shape
-            if len(destination.shape) > len(shape):  # the tensor holds all experts
+            if len(kept.shape) > len(shape):  # the tensor holds all experts
                 start, shape = (expert, *start), (1, *shape)
             if via >= 0:
-                strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-                source = View(relay_buffer(via), offset, strides)
+                whole = whole_tensor(relay_buffer(via), shape)
+                source = replace(whole, name=kept.name, start=start, offset=offset)
                 offset += overlap.numel
             else:
-                source = _view(self.placement.source(overlap, sender, layer, expert), start)
-            yield Transfer(destination.name, start, shape, source, _view(destination, start), via >= 0)
+                source = _part(self.placement.source(overlap, sender, layer, expert), start, shape)
+            yield Transfer(source, _part(kept, start, shape), via >= 0)
 
 
 def relay_buffer(sender: int) -> str:
-    """The `View.param` that denotes the message received from `sender` in the previous round."""
+    """The `param` that denotes the message received from `sender` in the previous round."""
     return f"message from rank {sender}"
 
 
-def _view(part: ShardSlice, start: tuple[int, ...]) -> View:
-    if start == part.start:
-        return View(part.param, part.offset, part.strides)
-    steps = (stride * (s - b) for s, b, stride in zip(start, part.start, part.strides, strict=True))
-    return View(part.param, part.offset + sum(steps), part.strides)
+def _part(whole: ShardSlice, start: tuple[int, ...], shape: tuple[int, ...]) -> ShardSlice:
+    steps = (stride * (s - b) for s, b, stride in zip(start, whole.start, whole.strides, strict=True))
+    return ShardSlice(whole.name, start, shape, whole.param, whole.offset + sum(steps), whole.strides)
 
 
 def plan_transfers(
@@ -190,10 +174,9 @@ def plan_transfers(
     spec: LayerSpec = "te",
     fp8: BlockFormat | None = None,
 ) -> Plan:
-    """Plans from the tables of trainer and engine.
+    """Plans from the tables of trainer and engine. `padded_vocab`: rows of the trainer's embedding, on all ranks.
+    `spec`: the layer spec of its modules. `fp8`: the engine's blocks of linear layers; None: all move in `itemsize`.
 
-    `padded_vocab`: rows of the trainer's embedding over all tensor ranks. `spec`: the layer spec of its modules.
-    `fp8`: the blocks in which the engine keeps linear layers; None: all weights move in `itemsize`.
     Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
     """
     table, engine = megatron_table(shape, spec=spec, padded_vocab=padded_vocab), engine_table(shape)
@@ -212,9 +195,9 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of every rank, for a family without a table.
+    """Plans from the slices of every rank; `destinations` are in the order of the engine's layers. `ranks_per_node`:
+    None puts all ranks on one node.
 
-    `destinations` are in the order of the engine's layers. `ranks_per_node`: None puts all ranks on one node.
     Raises ValueError naming the tensor if the sources overlap or do not cover the destinations.
     """
     world = max(len(sources), len(destinations))
@@ -228,7 +211,7 @@ def _max_numel(round_numel: int, ranks_per_node: int) -> int:
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
-def _plan(placement: FleetTables | RecordedSlices, itemsize: int, round_bytes: int) -> Plan:
+def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
     hops, sizes = assign_senders(placement), np.array([group.numel for group in placement.groups], dtype=np.int64)
     rounds = assign_rounds(hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize))
     rows = _rows(hops, rounds, sizes)
@@ -273,13 +256,12 @@ def _first_rows(*columns: Ints) -> Ints:
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:
     """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected tensors."""
-    rectangles = {(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}
-    numel: dict[str, int] = {}
-    for name, _, shape in sorted(rectangles):
-        numel[name] = numel.get(name, 0) + prod(shape)
+    numel: Counter[str] = Counter()
+    for name, _, shape in sorted({(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}):
+        numel[name] += prod(shape)
     gaps = [
         f"{name} ({numel[name]} of {prod(shape)} elements)" if name in numel else f"{name} (absent)"
         for name, shape in expected.items()
-        if numel.get(name, 0) != prod(shape)
+        if numel[name] != prod(shape)
     ]
     return gaps + [f"{name} (not a tensor of this model)" for name in numel if name not in expected]

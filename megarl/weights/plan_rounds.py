@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.weights.senders import Hops, Ints, Placement
+from megarl.weights.placements import Ints, Placement
+from megarl.weights.senders import Hops
 
 MAX_PASSES = 16  # over the hops that are due, in one round
 # kinds of capacity that a rank has in a round: network, all links, local copies, and the relays of the next round

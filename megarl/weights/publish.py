@@ -14,11 +14,10 @@ A rank may be a sender, a receiver or both. Every rank builds a Publisher and ca
     score the probe ----- compared, on the same occasions --------------- score the probe
     report                                          finish(version): prompts are accepted again
 
-If a sync fails before `begin` (a rank is absent or lost, bytes changed, a parameter is missing), the engine keeps
-serving its old version. To make this possible, all data that a rank receives is staged: on the device as far as it has
-room, otherwise in pinned host memory. If no engine has a version to keep (in the first sync, and after a sleep at level
-2), or with `is_atomic=False`, nothing is staged: messages are written as they arrive. If a sync fails after `begin`,
-the engine has no version and refuses prompts until a sync succeeds.
+If a sync fails before `begin` (a rank is absent or lost, bytes changed, a parameter is missing), the engine keeps its
+version, because all that a rank receives is staged: on the device as far as it has room, otherwise in pinned host
+memory. Without a version to keep (first sync, sleep level 2), or with `is_atomic=False`, messages are written as they
+arrive. If a sync fails after `begin`, the engine has no version and refuses prompts until a sync succeeds.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -75,11 +74,10 @@ class WeightFormat:
         return WeightFormat({**self.shapes, **scales}, self.dtype, self.fp32.union(scales), names)
 
     def moved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes in elements of `unit`, as the plan counts them."""
+        """In elements of `unit`, as the plan counts them."""
         return shapes_in_units(self.shapes, self.sizes)
 
     def moved_slices(self, slices: Sequence[ShardSlice]) -> list[ShardSlice]:
-        """Slices in elements of `unit`, as the plan counts them."""
         return in_units(slices, self.sizes)
 
 
@@ -148,12 +146,14 @@ def plan_slices(
     sources = [weights.moved_slices(slices) for slices in sources]
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
     destinations = [[as_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
-    _refuse_gaps("the trainer", find_gaps(shapes, sources))
-    receivers = [rank for rank, slices in enumerate(destinations) if slices]
+    holders, receivers = {"the trainer": sources}, [rank for rank, slices in enumerate(destinations) if slices]
     for first in range(0, len(receivers), ranks_per_replica):
         ranks = receivers[first : first + ranks_per_replica]
-        gaps = find_gaps(shapes, [destinations[rank] for rank in ranks])
-        _refuse_gaps(f"the engine on ranks {ranks[0]}..{ranks[-1]}", gaps)
+        holders[f"the engine on ranks {ranks[0]}..{ranks[-1]}"] = [destinations[rank] for rank in ranks]
+    for where, slices in holders.items():
+        if gaps := find_gaps(shapes, slices):
+            rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
+            raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {', '.join(gaps[:4])}{rest}")
     sizes = {"itemsize": weights.unit.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
     try:
         return plan_recorded(sources, destinations, **sizes)
@@ -165,6 +165,7 @@ class Publisher:
     """roles.Weights."""
 
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of "staging"
+    base: Publisher | None = None  # of the frozen weights below adapters: publishes once, before this one
 
     def __init__(
         self,
@@ -184,14 +185,14 @@ class Publisher:
 
         Raises CheckFailed, on all ranks, if the engine's slices differ from its table, or if the ranks' plans differ.
         """
-        self.plan, self.sender, self.receiver, self.transport = plan, sender, receiver, transport
+        self.sender = sender or WeightSender((), dict[str, Tensor])
+        self.plan, self.receiver, self.transport = plan, receiver, transport
         self.weights, self.probe, self.is_atomic = weights, probe, is_atomic
         self.ranks_per_node = ranks_per_node or transport.world
-        self._parameters = sender.parameters if sender else dict[str, Tensor]
-        self._device = receiver.device if receiver else next(iter(self._parameters().values())).device
+        self._device = receiver.device if receiver else next(iter(self.sender.parameters().values())).device
         self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
-        self.executor = PlanExecutor(plan, transport, weights.unit, self._device, sender.encoder if sender else None)
-        self._is_proven = False
+        self.executor = PlanExecutor(plan, transport, weights.unit, self._device, self.sender.encoder)
+        self._is_proven, self._began = False, 0.0
         mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
         reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
         mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
@@ -204,54 +205,53 @@ class Publisher:
 
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the engine's state."""
-        began = time.perf_counter()
+        before: PublishReport | None = None
+        if self.base is not None:
+            self.base.span = self.span
+            before, self.base = self.base.publish(version=version), None
         if self.transfer(version) and self.probe:
-            try:
-                with _stating(REFUSES):
-                    self.probe.check()
-            except BaseException:
-                self.abort()
-                raise
-        return self.commit(version, began)
+            with _stating(REFUSES, self.abort):
+                self.probe.check()
+        report = self.commit(version)
+        sums = ("num_tensors", "bytes_kept", "bytes_received", "seconds") if before else ()
+        return replace(report, **{name: getattr(before, name) + getattr(report, name) for name in sums})
 
     def transfer(self, version: int) -> bool:
-        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due."""
-        with _stating(KEEPS):
+        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due.
+        After a failure, nobody waits for this rank."""
+        self._began = time.perf_counter()
+        with _stating(KEEPS, self.transport.leave):
             self.transport.barrier(f"the weight sync of version {version}")
-            parameters = self._parameters()
+            parameters = self.sender.parameters()
             is_staged = self.is_atomic and self._count(self.receiver is not None and self.receiver.version is not None)
             self._agree(self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None))
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
-        if self.receiver:
-            self.receiver.begin(check_placement=prove)
-        try:
-            with _stating(REFUSES):
-                self._agree(self._write(parameters, staged))
-                self._agree(self._seal())
-                if prove:
-                    self._check_placement(parameters)
-        except BaseException:
-            self.abort()
-            raise
+        with _stating(REFUSES, self.abort, self.transport.leave):
+            if self.receiver:
+                self.receiver.begin(check_placement=prove)
+            self._agree(self._write(parameters, staged))
+            self._agree(self._seal())
+            if prove:
+                self._check_placement(parameters)
         return prove
 
     def abort(self) -> None:
         if self.receiver:
             self.receiver.abort()
 
-    def commit(self, version: int, began: float) -> PublishReport:
-        """The engine serves `version` from now on; `began`: time.perf_counter() when the sync began."""
+    def commit(self, version: int) -> PublishReport:
+        """The engine serves `version` from now on."""
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
         sizes = (len(self.weights.shapes), self.plan.bytes_kept, self.plan.bytes_received)
-        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - began)
+        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - self._began)
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Describes a parameter that is missing or differs from the sender's slices."""
         bytes_read: Counter[str] = Counter()
-        for part in self.sender.slices if self.sender else ():
+        for part in self.sender.slices:
             expected, tensor = self.weights.dtype_of(part.name), parameters.get(part.param)
             if tensor is None:
                 return f"the trainer has no parameter {part.param}"
@@ -352,9 +352,8 @@ class Publisher:
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
         shapes, nothing = self.placement.shapes, torch.zeros(0, dtype=torch.int64, device=self._device)
-        slices = self.weights.moved_slices(self.sender.slices) if self.sender else []
-        encoder, unit = self.sender.encoder if self.sender else None, self.weights.unit
-        checksums = [slice_checksum(part, parameters, shapes[part.name], unit, encoder) for part in slices]
+        slices, read = self.weights.moved_slices(self.sender.slices), (self.weights.unit, self.sender.encoder)
+        checksums = [slice_checksum(part, parameters, shapes[part.name], *read) for part in slices]
         sent = sums_by_tensor(shapes, slices, torch.stack(checksums) if checksums else nothing)
         kept, checksums_kept = (), nothing
         if self.receiver:
@@ -372,15 +371,13 @@ class Publisher:
 
 
 @contextmanager
-def _stating(outcome: str) -> Iterator[None]:
-    """Appends the resulting state of the engine to a CheckFailed."""
+def _stating(outcome: str, *undo: Callable[[], None]) -> Iterator[None]:
+    """Calls `undo` on a failure, and appends the resulting state of the engine to a CheckFailed."""
     try:
         yield
-    except CheckFailed as error:
-        raise CheckFailed(f"{error}. {outcome}") from error
-
-
-def _refuse_gaps(where: str, gaps: Sequence[str]) -> None:
-    if gaps:
-        rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
-        raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {', '.join(gaps[:4])}{rest}")
+    except BaseException as error:
+        for step in undo:
+            step()
+        if isinstance(error, CheckFailed):
+            raise CheckFailed(f"{error}. {outcome}") from error
+        raise

@@ -30,10 +30,8 @@ Block = tuple[int, int]
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Returns the largest magnitude in each block of [..., rows, columns], fp32 [..., block rows, block columns].
-
-    block: rows and columns of a block; 0: all of them. The last blocks may be partial.
-    """
+    """Returns the largest magnitude in each block of [..., rows, columns], fp32 [..., block rows, block columns]. A
+    block has all rows or columns where `block` has 0; the last may be partial."""
     rows, columns = (size or whole for size, whole in zip(block, x.shape[-2:], strict=True))
     padded = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1)).float()
@@ -56,11 +54,8 @@ def to_fp8(x: Tensor, scales: Tensor, block: Block, start: Block = (0, 0)) -> Te
 
 
 def from_fp8(values: Tensor, scales: Tensor, block: Block, dtype: torch.dtype, start: Block = (0, 0)) -> Tensor:
-    """Returns value x scale, rounded once to `dtype`.
-
-    start: row and column of the first value in the first block of `scales`, if the values are a slice that begins
-    within a block
-    """
+    """Returns value x scale, rounded once to `dtype`. start: row and column of the first value within its block, the
+    first of `scales`."""
     return values.float().mul_(_spread(scales.float(), block, start, values.shape[-2:])).to(dtype)
 
 

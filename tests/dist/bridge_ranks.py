@@ -149,9 +149,7 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         rollout,
         env,
         stop_token_ids=(1,),
-        dtype=torch.float32,
-        shapes=hf_shapes(shape),
-        fp32=fp32_tensors(shape),
+        weights=WeightFormat(hf_shapes(shape), torch.float32, fp32_tensors(shape)),
     )
     policy = bench.policy(model, config_of(parallel), shape)
     weights, transport = WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()

@@ -58,9 +58,9 @@ class DeviceMemory(Memory):
     def write(self, message, flat):
         wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
         for transfer, part in split_message(message, flat):
-            where = transfer.destination
-            wrong += copy_and_verify(part, strided_view(self.memory[where.param], where, part.shape, flat.dtype))
-            self._loaded[transfer.name] = self._loaded.get(transfer.name, 0) + transfer.numel
+            into = transfer.destination
+            wrong += copy_and_verify(part, strided_view(self.memory[into.param], into, flat.dtype))
+            self._loaded[into.name] += into.numel
         return wrong
 
 

@@ -241,11 +241,17 @@ class Launch:
             rollout,
             env,
             stop_token_ids=(1,),
-            dtype=dtype,
-            shapes=self.reference.shapes,
-            fp32=self.fp32,
+            weights=WeightFormat(self.reference.shapes, dtype, self.fp32),
             fp8=self.fp8,
         )
+
+    def close(self) -> None:
+        """Frees memory and process groups, so that another engine can start in this process."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self.engine.receiver.abort()
+        self.engine._llm.llm_engine.model_executor.shutdown()
+        destroy_model_parallel()
 
     def connect(
         self,
@@ -457,7 +463,7 @@ def in_bf16(folder: Path, names: Sequence[str]) -> dict:
         pairs = zip(first, launch.sample(2), strict=True)
         same = all(a.rollout_logprobs.equal(b.rollout_logprobs) for a, b in pairs)
         seen[name] = {"error": error, "stale": stale, "same": same}
-        launch.engine.close()
+        launch.close()
     return seen
 
 
@@ -475,7 +481,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         seen[name] = syncs(launch)
         if with_faults:
             seen["faults"] = faults(launch)
-        launch.engine.close()
+        launch.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

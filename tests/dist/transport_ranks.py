@@ -187,9 +187,8 @@ def misroute(case: Case) -> None:
     """Two slices of one tensor are written in each other's place; every message arrives as it was sent."""
     executor, rank = case.publisher.executor, case.transport.rank
     arriving = [t for m in executor.messages if m.receiver == rank for t in m.transfers]
-    one, other = next(
-        (x, y) for i, x in enumerate(arriving) for y in arriving[:i] if x.name == y.name and x.shape == y.shape
-    )
+    pairs = ((x, y) for i, x in enumerate(arriving) for y in arriving[:i])
+    one, other = next((x, y) for x, y in pairs if (x.source.name, x.source.shape) == (y.source.name, y.source.shape))
     swapped = {
         id(one): replace(one, destination=other.destination),
         id(other): replace(other, destination=one.destination),

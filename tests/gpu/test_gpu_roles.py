@@ -55,14 +55,13 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     rollout = Rollout(
         max_tokens=16, max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True, sleep_level=level
     )
-    options = {"stop_token_ids": (1,), "dtype": torch.bfloat16, "shapes": shapes}
-    engine = Engine.start(Path(folder), rollout, Env(job_id="sleep"), **options)
+    format_ = WeightFormat(shapes, torch.bfloat16)
+    engine = Engine.start(Path(folder), rollout, Env(job_id="sleep"), stop_token_ids=(1,), weights=format_)
     generator = torch.Generator().manual_seed(0)
     weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
     layout = Layout.of(Config().parallel.sizes, 1, 0)
     slices = slices_of(megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1)), shape, layout)
     held = {name: value.bfloat16().to(DEVICE) for name, value in holder(slices, weights).items()}
-    format_ = WeightFormat(shapes, torch.bfloat16)
     plan = plan_slices(format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20)
     sender = WeightSender(slices, lambda: held)
     publisher = Publisher(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)

@@ -24,7 +24,7 @@ FP8 = [
         "enumerate(x for r in one_side.expert for x in r.slices(Axis(size))) if rank >= 0",
         SENT,
     ),
-    ("weights/execute.py", "and not transfer.is_relay", "and transfer.is_relay", SENT),
+    ("weights/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
     (
         "models/fp8.py",
         'not in ("gate", "router")',

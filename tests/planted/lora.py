@@ -62,9 +62,9 @@ LORA = [
         f"{PEFT}::test_dropout_is_of_training_only_and_offloaded_weights_come_back",
     ),
     (
-        "weights/adapters.py",
-        "        self._has_weights = True\n",
-        "",
+        "weights/publish.py",
+        "before, self.base = self.base.publish(version=version), None",
+        "before = self.base.publish(version=version)",
         f"{ENGINE}::test_a_sync_of_adapters_moves_their_bytes_only",
     ),
     (

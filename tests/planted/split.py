@@ -166,14 +166,14 @@ SPLIT = [
     ("platform/children.py", "Path(name).unlink()", "pass", CHILDREN),
     (
         "rollout/exchange.py",
-        "copy = torch.from_numpy(data[offset:end].copy())",
+        "copy = torch.tensor(data[offset:end])",
         "copy = torch.from_numpy(data[offset:end])",
         BATCH,
     ),
     (
         "rollout/exchange.py",
-        "values[field], offset = copy.view(dtype).reshape(shape), end",
-        "values[field], offset = copy.view(dtype), end",
+        "tensors[name], offset = copy.view(dtype).reshape(shape), end",
+        "tensors[name], offset = copy.view(dtype), end",
         BATCH,
     ),
     (

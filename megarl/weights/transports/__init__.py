@@ -33,6 +33,9 @@ class Transport(Protocol):
         """Returns a small control value of every rank, by rank; never used for weights."""
         ...
 
+    def leave(self) -> None:
+        """Ends the connections of a group across worlds, so that nobody waits for this rank."""
+
 
 class InProcess:
     """For a single process that trains and samples: no messages, no peers."""
@@ -51,3 +54,5 @@ class InProcess:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def leave(self) -> None: ...

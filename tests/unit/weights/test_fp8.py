@@ -125,7 +125,7 @@ def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tenso
             if message.sender == rank:
                 for transfer, part in split_message(message, executor.pack(message, held)):
                     to = transfer.destination
-                    memories[message.receiver][to.param].as_strided(transfer.shape, to.strides, to.offset).copy_(part)
+                    memories[message.receiver][to.param].as_strided(to.shape, to.strides, to.offset).copy_(part)
 
     with ThreadPoolExecutor(world) as pool:
         list(pool.map(send, range(world)))

@@ -132,7 +132,7 @@ def execute(plan: Plan, trainers: list[Memory]) -> list[Memory]:
             for message in rounds[number]:
                 if message.sender == rank:
                     parts = [
-                        memory[t.source.param][indices(t.shape, t.source.strides, t.source.offset)]
+                        memory[t.source.param][indices(t.source.shape, t.source.strides, t.source.offset)]
                         for t in message.transfers
                     ]
                     sent[rank, message.receiver] = np.concatenate([part.ravel() for part in parts])
@@ -149,11 +149,11 @@ def execute(plan: Plan, trainers: list[Memory]) -> list[Memory]:
 def unpack(message: Message, flat: np.ndarray, memory: Memory) -> None:
     offset = 0
     for transfer in message.transfers:
-        into = indices(transfer.shape, transfer.destination.strides, transfer.destination.offset)
-        kept = memory[transfer.destination.param]
-        assert (kept[into] < 0).all(), f"{transfer.name} is written twice"
-        kept[into] = flat[offset : offset + transfer.numel].reshape(transfer.shape)
-        offset += transfer.numel
+        part = transfer.destination
+        into, kept = indices(part.shape, part.strides, part.offset), memory[part.param]
+        assert (kept[into] < 0).all(), f"{part.name} is written twice"
+        kept[into] = flat[offset : offset + part.numel].reshape(part.shape)
+        offset += part.numel
     assert offset == len(flat) == message.numel
 
 
@@ -222,9 +222,8 @@ def test_rounds_keep_to_the_limit(name: str) -> None:
     for rank in range(fleet.world):
         for messages in plan.lower(rank):
             for end in ("sender", "receiver"):
-                transfers = [
-                    t for m in messages if getattr(m, end) == rank and m.sender != m.receiver for t in m.transfers
-                ]
+                moved = [m for m in messages if getattr(m, end) == rank and m.sender != m.receiver]
+                transfers = [t.source for m in moved for t in m.transfers]
                 rows = {(t.name, t.start) for t in transfers if t.shape[0] == 1 or len(t.shape) < 2}
                 fits = ITEMSIZE * sum(t.numel for t in transfers) <= limit
                 assert fits or len(rows) == 1, f"rank {rank}: more than a row, or a row's copies, above the limit"
@@ -323,7 +322,7 @@ def test_what_a_node_shares_crosses_the_network_once() -> None:
 def test_order_follows_the_receiver() -> None:
     tensors = [ShardSlice(name, (0,), (4,), name, 0, (1,)) for name in "abcd"]
     plan = plan_recorded([tensors, []], [[], tensors[::-1]], itemsize=4, round_bytes=16)
-    received = [t.name for messages in plan.lower(1) for m in messages for t in m.transfers]
+    received = [t.source.name for messages in plan.lower(1) for m in messages for t in m.transfers]
     assert list(dict.fromkeys(received)) == list("dcba")
 
 

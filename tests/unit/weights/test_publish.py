@@ -85,6 +85,15 @@ def test_the_engine_holds_the_trainers_weights(is_atomic):
     assert job.engine.begun == [True, False], "placement is checked in the first sync"
 
 
+def test_frozen_weights_are_published_once_before_the_adapters():
+    base, adapters = Job(), Job()
+    adapters.publisher.base = base.publisher
+    reports = [adapters.publisher.publish(version=version) for version in (1, 2)]
+    assert [report.num_tensors for report in reports] == [2 * len(SHAPES), len(SHAPES)]
+    assert reports[0].bytes_kept == 2 * reports[1].bytes_kept
+    assert (base.engine.version, adapters.engine.version) == (1, 2)
+
+
 def _unpaired(part: ShardSlice, shape: ModelShape) -> ShardSlice:
     """As a loader is traced: the table sees the last dim of gate_up_proj as pairs."""
     if len(part.shape) == len(hf_shapes(shape)[part.name]):
