@@ -110,6 +110,14 @@ class Engine:
         step = self._llm.llm_engine.step
         self._llm.llm_engine.step = lambda: (function(), step())[1]  # type: ignore[method-assign]
 
+    def close(self) -> None:
+        """Frees memory and process groups, so that another engine can start in this process."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self.receiver.abort()
+        self._llm.llm_engine.model_executor.shutdown()
+        destroy_model_parallel()
+
     def sleep(self) -> None:
         """On a GPU: frees the cache, and moves the weights to the host (level 1) or frees them (2) until a sync."""
         level = self._rollout.sleep_level

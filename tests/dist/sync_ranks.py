@@ -245,14 +245,6 @@ class Launch:
             fp8=self.fp8,
         )
 
-    def close(self) -> None:
-        """Frees memory and process groups, so that another engine can start in this process."""
-        from vllm.distributed.parallel_state import destroy_model_parallel
-
-        self.engine.receiver.abort()
-        self.engine._llm.llm_engine.model_executor.shutdown()
-        destroy_model_parallel()
-
     def connect(
         self,
         parallel: Parallel,
@@ -463,7 +455,7 @@ def in_bf16(folder: Path, names: Sequence[str]) -> dict:
         pairs = zip(first, launch.sample(2), strict=True)
         same = all(a.rollout_logprobs.equal(b.rollout_logprobs) for a, b in pairs)
         seen[name] = {"error": error, "stale": stale, "same": same}
-        launch.close()
+        launch.engine.close()
     return seen
 
 
@@ -481,7 +473,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         seen[name] = syncs(launch)
         if with_faults:
             seen["faults"] = faults(launch)
-        launch.close()
+        launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
