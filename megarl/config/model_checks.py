@@ -165,6 +165,8 @@ def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
         "blockwise": fp8.params and fp8.recipe != "blockwise",
         f"{where} needs train.dtype=bf16 on a GPU, not {dtype}; set it": gpus and dtype != "bf16",
         f"{first_last} leaves none of the {shape.layers} layers in FP8; lower it": 2 * ends >= shape.layers,
+        f"{where} cannot be emulated for {shape.family}: projections of latent attention do not save their scales; use "
+        "tensorwise": fp8.emulate and is_delayed and shape.latent,
         f"{first_last} with recipe=delayed is not supported by Megatron-Core; set it to 0": ends and is_delayed,
     }
     refuse(problems)

@@ -201,6 +201,11 @@ def test_torchrun_sets_the_world() -> None:
             ["recipe=tensorwise with params=true", "use blockwise"],
         ),
         (
+            {"precision": {"fp8": {"recipe": "delayed", "emulate": True}}},
+            {"family": "deepseek_v3", "experts": 4, "moe_intermediate": 32},
+            ["recipe=delayed cannot be emulated for deepseek_v3", "use tensorwise"],
+        ),
+        (
             {"precision": {"fp8": {"first_last_bf16": 1, "emulate": True}}},
             {},
             ["first_last_bf16=1", "none of the 2 layers"],
