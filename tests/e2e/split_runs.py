@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,9 @@ from megarl.platform.env import child_env
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASE_BYTES = 32
+# A process by the log that it writes and by how many of its ancestors do: not by its title, as setproctitle does
+# nothing where the first variable of the environment has been replaced.
+ROLES = {"RankActor": ("rank_", 0), "EngineActor": ("engine_", 0), "EngineCore": ("engine_", 1), "Worker": ("engine_", 2)}
 
 
 def title(pid: int) -> str:
@@ -36,6 +39,21 @@ def title(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def output(pid: int) -> str:
+    """The name of the file that its standard error is."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/2")).name
+    except OSError:
+        return ""
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Its parent, and theirs."""
+    with suppress(OSError):
+        while pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]):
+            yield pid
 
 
 def started(pid: int) -> str | None:
@@ -177,8 +195,13 @@ class Run:
         return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
 
     def family(self, pattern: str) -> list[int]:
-        """Its processes whose name or command contains `pattern`."""
-        return [pid for pid in descendants(self.process.pid) if pattern in title(pid)]
+        """Its processes whose command contains `pattern`, or of this role."""
+        family = descendants(self.process.pid)
+        if pattern not in ROLES:
+            return [pid for pid in family if pattern in title(pid)]
+        log, generation = ROLES[pattern]
+        writers = {pid for pid in family if "resource_tracker" not in title(pid) and log in output(pid)}
+        return [pid for pid in writers if len(writers.intersection(ancestors(pid))) == generation]
 
     def phase(self) -> str:
         file = self.watched / "phase"

@@ -99,7 +99,7 @@ KILLS = {  # layout, victims, kills
     ),
     "an engine of two workers": (
         ("launch.processes=2", "rollout.tensor=2"),
-        ("VLLM::Worker", "EngineCore", "RankActor", "slow"),
+        ("Worker", "EngineCore", "RankActor", "slow"),
         4,
     ),
     "a version behind": (
