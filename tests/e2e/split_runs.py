@@ -31,7 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PHASE_BYTES = 32
 # A process by the log that it writes and by how many of its ancestors do: not by its title, as setproctitle does
 # nothing where the first variable of the environment has been replaced.
-ROLES = {"RankActor": ("rank_", 0), "EngineActor": ("engine_", 0), "EngineCore": ("engine_", 1), "Worker": ("engine_", 2)}
+ROLES = {
+    "RankActor": ("rank_", 0),
+    "EngineActor": ("engine_", 0),
+    "EngineCore": ("engine_", 1),
+    "Worker": ("engine_", 2),
+}
 
 
 def title(pid: int) -> str:
