@@ -205,8 +205,8 @@ class Run:
         if pattern not in ROLES:
             return [pid for pid in family if pattern in title(pid)]
         log, generation = ROLES[pattern]
-        writers = {pid for pid in family if "resource_tracker" not in title(pid) and log in output(pid)}
-        return [pid for pid in writers if len(writers.intersection(ancestors(pid))) == generation]
+        writers = [pid for pid in family if "resource_tracker" not in title(pid) and log in output(pid)]
+        return [pid for pid in writers if len(set(writers).intersection(ancestors(pid))) == generation]
 
     def phase(self) -> str:
         file = self.watched / "phase"
