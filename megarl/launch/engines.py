@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.launch import ray_actors
-from megarl.launch.exit_codes import REFUSED, USER, Failure
-from megarl.launch.ray_actors import POLL_S, EngineActor, Place, RankLost, end_family, value_of
+from megarl.launch.exit_codes import DEFECT, REFUSED, USER, Failure
+from megarl.launch.ray_actors import KILLED, POLL_S, EngineActor, Place, RankLost, end_family, value_of
 from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
 
@@ -135,12 +135,14 @@ class Engines:
         self._rehouse()
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
-        """roles.AsyncSampler."""
+        """roles.AsyncSampler. Raises RankLost if a rank of the trainer is gone: these samples will not be trained."""
         while self.running():
             if self.is_stopping():
                 raise Terminated("stopped by SIGTERM")
             if self._fault:
                 raise self._fault
+            if rank := self.place.watch.gone("rank"):
+                raise RankLost(Failure(-1, DEFECT, f"{rank} {KILLED}"), is_gone=True)
             self._rehouse()
             samples, self._early = self._early, []
             samples = samples or self._receive(POLL_S if timeout_s is None else timeout_s)

@@ -33,6 +33,7 @@ from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
+KILLED = "was killed; out of memory? see its log"
 
 
 class RankLost(RuntimeError):
@@ -118,7 +119,7 @@ def value_of(ref: Any, what: str) -> Any:
 
 def lost(error: RayError, what: str) -> RankLost:
     is_gone = isinstance(error, RayActorError)
-    cause = "was killed; out of memory? see its log" if is_gone else f"{type(error).__name__}: {error}"
+    cause = KILLED if is_gone else f"{type(error).__name__}: {error}"
     return RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone)
 
 

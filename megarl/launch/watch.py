@@ -1,8 +1,11 @@
-"""Stopped processes of the split topology: reported after 5 s, killed after half of launch.timeout_s, then replaced.
+"""Processes of the split topology that are stopped or gone, on every node.
 
     controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
+                                                                                        --gone--> Watch.gone
 
-To Ray a stopped process looks like a slow one; the kernel knows the difference (launch.heartbeat.is_stopped).
+A stopped one is reported after 5 s, killed after half of launch.timeout_s, then replaced. To Ray it looks like a slow
+one; the kernel knows the difference (launch.heartbeat.is_stopped). Ray reports a rank that is gone to whoever calls it;
+during a rollout nobody does.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -57,6 +61,10 @@ class StoppedProcesses:
                     )
         return lines
 
+    def gone(self, names: Mapping[str, int]) -> list[str]:
+        """Those whose process has ended."""
+        return [name for name, pid in names.items() if not Path(f"/proc/{pid}").exists()]
+
 
 @ray.remote(num_cpus=0)
 class NodeWatch(StoppedProcesses):
@@ -69,6 +77,7 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self._limit_s, self._ended = timeout_s / 2, threading.Event()
         self._places, self._nodes = dict[str, tuple[str, int]](), dict[str, Any]()
+        self._gone = set[tuple[str, tuple[str, int]]]()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 
@@ -79,6 +88,11 @@ class Watch:
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 
+    def gone(self, kind: str) -> str | None:
+        """The name of a process of this kind (rank, engine) that has ended, as was seen at most LOOK_S ago."""
+        gone = (name for name, place in self._places.items() if (name, place) in self._gone)
+        return next((name for name in gone if name.startswith(kind)), None)
+
     def end(self) -> None:
         self._ended.set()
         self._thread.join()
@@ -87,6 +101,12 @@ class Watch:
         while not self._ended.wait(LOOK_S):
             for node, actor in list(self._nodes.items()):
                 names = {name: pid for name, (where, pid) in list(self._places.items()) if where == node}
-                with suppress(RayError):  # the node is gone
-                    for line in ray.get(actor.look.remote(names, time.monotonic()), timeout=5 * LOOK_S):
-                        print(f"megarl: {line}", file=sys.stderr, flush=True)
+                looks = [actor.look.remote(names, time.monotonic()), actor.gone.remote(names)]
+                try:
+                    lines, gone = ray.get(looks, timeout=5 * LOOK_S)
+                except RayError:
+                    is_alive = any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node)
+                    lines, gone = [], [] if is_alive else names
+                self._gone.update((name, (node, names[name])) for name in gone)
+                for line in lines:
+                    print(f"megarl: {line}", file=sys.stderr, flush=True)

@@ -44,6 +44,18 @@ SPLIT = [
     ("launch/engines.py", "if self.restarts > limit:", "if False:", f"{ENGINES}::test_restarts_are_bounded"),
     (
         "launch/engines.py",
+        'if rank := self.place.watch.gone("rank"):',
+        'if rank := "":',
+        f"{ENGINES}::test_a_rank_that_is_gone_ends_a_rollout",
+    ),
+    (
+        "launch/watch.py",
+        "(name, place) in self._gone",
+        "name in {gone for gone, _ in self._gone}",
+        "unit/launch/test_watch.py::test_who_is_gone_is_known_by_its_place",
+    ),
+    (
+        "launch/engines.py",
         "replica.is_joined = replica.is_ready = False",
         "replica.is_joined = False",
         f"{ENGINES}::test_after_the_ranks_are_lost_no_sample_of_before_is_taken",

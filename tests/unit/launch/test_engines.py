@@ -106,6 +106,7 @@ def requests(count: int) -> list[Request]:
 class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3) -> None:
         self.ray, self.events, self.made, self.is_node_gone = Ray(), list[Any](), list[Actor](), False
+        self.gone = None
         for module in (engines, ray_actors, controller):
             monkeypatch.setattr(module, "ray", self.ray)
         monkeypatch.setattr(engines, "end_family", lambda *values: self.events.append(("family", *values)))
@@ -115,7 +116,7 @@ class Job:
         cluster = SimpleNamespace(
             placed=lambda actors: [self.place_of(actor) for actor in actors], expect_nodes=self.expect
         )
-        watch = SimpleNamespace(add=lambda *values: self.events.append(("watch", *values)))
+        watch = SimpleNamespace(add=lambda *values: self.events.append(("watch", *values)), gone=lambda kind: self.gone)
         place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
@@ -315,6 +316,17 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: 
         TrainerRanks([peer, peer]).call("update")
     with pytest.raises(RankLost, match="log-probs differ"):
         TrainerRanks([peer, Actor(job.events, "rank 1")]).call("update")
+
+
+def test_a_rank_that_is_gone_ends_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    assert job.engines.poll()
+    job.gone = "rank 1"
+    with pytest.raises(RankLost, match="rank 1 was killed") as lost:
+        job.engines.poll()
+    assert lost.value.is_gone
 
 
 def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
