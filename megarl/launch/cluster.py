@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megarl.config.schema import Config
 from megarl.platform.env import LOOPBACK, get_env, set_env
@@ -199,8 +200,7 @@ def _patched(has_dashboard: bool) -> Iterator[None]:
         patches.append((utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard")))
     with ExitStack() as stack:
         for module, name, value in patches:
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, value)
+            stack.enter_context(patch.object(module, name, value))
         yield
 
 

@@ -199,10 +199,8 @@ class TrainerRanks:
                     failures.append(lost.failure)
                     gone = gone or (lost if lost.is_gone else None)
                     deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
-        if not failures:
+        if (first := exit_codes.first_failure(failures)) is None:
             return unpack_batch(value)
-        first = exit_codes.first_failure(failures)
-        assert first is not None
         if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
             raise CheckFailed(first.message)
         raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence

@@ -137,8 +137,8 @@ def run_parity(rank: Rank) -> None:
             print(f"           without replay {own}", flush=True)
     if not excess.is_explained:
         assert parity.find
-        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-        cause = parity.find(few, parity.measure(few).floor, logprobs_T)
+        few = sampled_rows(batch, CAUSE_ROWS)
+        cause = parity.find(few, parity.measure(few).floor, few.rollout_logprobs)
         raise CheckFailed(
             f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
         )

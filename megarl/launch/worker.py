@@ -60,7 +60,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))  # collectives, for launch.progress
     # kernels run in the order of their launch, on which Megatron's overlap of communication relies
     set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
-    if env.num_nodes == 1:
+    if env.world_size == env.local_world_size:
         set_env(**LOOPBACK)
     watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)
     if command == "train":

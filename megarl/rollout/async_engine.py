@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -103,8 +102,7 @@ def _reported(call: Any, *values: Any) -> dict[str, Any]:
     try:
         return call(*values)
     except Exception as error:  # noqa: BLE001 (raised by the controller)
-        is_check = isinstance(error, CheckFailed)
-        return {"error": str(error) if is_check else f"{type(error).__name__}: {error}", "is_check": is_check}
+        return {"error": str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"}
 
 
 @dataclass
@@ -256,11 +254,6 @@ class AsyncEngine:
         return outputs[-1]
 
     # its end
-
-    def close(self) -> None:
-        with suppress(Exception):  # the core may be gone
-            self.llm.shutdown()
-        self.children.end()
 
     async def _check_core(self) -> None:
         """Marks the engine as lost if its core hangs: it answers between two steps, and a sync ends by the time-out."""

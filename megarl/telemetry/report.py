@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.load import flat
 from megarl.platform.atomic import replacing, write_atomic
 from megarl.telemetry.curves import (
     COLOURS,
@@ -118,7 +119,8 @@ def _settings(file: Path) -> dict[str, str]:
         text = file.read_text(encoding="utf-8")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has aliases")
-        return _flat(yaml.safe_load(text))
+        values = flat(yaml.safe_load(text))
+        return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values}
     except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         _warn_left_out(file, error)
         return {}
@@ -127,16 +129,6 @@ def _settings(file: Path) -> dict[str, str]:
 def _warn_left_out(file: Path, error: Exception) -> None:
     text = " ".join(str(error).split())[:200]
     print(f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}", file=sys.stderr)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return flat
 
 
 def _sample_sections(folder: Path) -> list[str]:
