@@ -56,7 +56,8 @@ def run_convert(
     Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently.
     """
     began = time.perf_counter()
-    _return_freed_memory()
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
@@ -85,13 +86,6 @@ def run_convert(
         f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back matches its source checksum "
         f"(see checksums.megarl){without if absent else ''}"
     )
-
-
-def _return_freed_memory() -> None:
-    """Make glibc return freed blocks of 1 MiB or more at once; by default each thread caches blocks of up to 32 MiB."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def _origin(source: Path, config: Path | None) -> Path:

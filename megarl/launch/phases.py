@@ -16,16 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-
-if TYPE_CHECKING:  # its module imports vLLM
-    from megarl.rollout.engine import Engine
-    from megarl.trainer.trainer import Trainer
+from megarl.rollout.engine import Engine
+from megarl.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)

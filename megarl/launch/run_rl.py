@@ -373,4 +373,4 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
     if quantizer := make_quantizer(rank, trainer):
         sender = quantizer.sender(trainer.parameters_by_name)
-    return make(sender, receiver, weights=weights, probe=probe)
+    return make(sender, receiver, probe=probe)

@@ -27,7 +27,6 @@ from megarl.platform.children import Children
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
 from megarl.rollout import arguments
-from megarl.rollout.arguments import engine_settings
 from megarl.rollout.exchange import pack
 from megarl.rollout.publisher import make_publisher
 from megarl.types import CheckFailed, Request, Sample
@@ -132,10 +131,9 @@ class AsyncEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        eager = arguments.is_eager(rollout)
-        if eager:
+        if arguments.is_eager(rollout):
             set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
-        settings = engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
+        settings = arguments.engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
         engine_args = AsyncEngineArgs(
             model=str(folder),
             distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",

@@ -142,10 +142,9 @@ def _sample_sections(folder: Path) -> list[str]:
     samples = sorted(unique.values(), key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
     middle = (len(samples) + 1) // 2
     best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
-    sections = (("Best", best), ("Worst", worst[::-1]))
     return [
         f"<h2>{title} samples of step {step}</h2><div class=samples>{''.join(map(_sample, part))}</div>"
-        for title, part in sections
+        for title, part in (("Best", best), ("Worst", worst[::-1]))
         if part
     ]
 
