@@ -182,8 +182,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.precision:
         print(describe_precision(config, check_config(config, env, command="check").model))
         return DONE
-    layouts = [text for text in args.layouts if "=" not in text]
-    return check_layouts_of(config, layouts, env, partial(_launch, env))
+    return check_layouts_of(config, [text for text in args.layouts if "=" not in text], env, partial(_launch, env))
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:

@@ -104,11 +104,9 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
-    if store is None and env.has_launcher and not env.launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = make_store(env, timeout) if store is None else store
-        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    if store is None and (env.launched or not env.has_launcher):
+        store = make_store(env, timeout)
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
 

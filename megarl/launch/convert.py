@@ -69,8 +69,7 @@ def run_convert(
         storage = HfFolder(origin).storage() if quantise else PLAIN
         made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
     else:
-        file_of = _file_of(shape, sizes)
-        options = {"file_of": file_of, "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
+        options = {"file_of": _file_of(shape, sizes), "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
         made = MegatronTarget(conversion_map, opened, **options)
     weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)

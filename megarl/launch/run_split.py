@@ -42,9 +42,8 @@ def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
     large for what is left."""
     first = None
     for number, config in enumerate(layouts):
-        room_s = ROOM_S if first else config.launch.timeout_s
         try:
-            _run(config, phase, room_s)
+            _run(config, phase, ROOM_S if first else config.launch.timeout_s)
             return config
         except NoRoom as error:
             first = first or error

@@ -102,8 +102,7 @@ def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, as
     if len({part.shape for part in tensor_list}) == 1:
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
-    longest = max(map(len, tensor_list))
-    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     buffers = [torch.empty_like(padded) for _ in tensor_list]
     dist.all_gather(buffers, padded, group)

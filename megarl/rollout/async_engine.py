@@ -133,13 +133,12 @@ class AsyncEngine:
 
         if arguments.is_eager(rollout):
             set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
-        settings = arguments.engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
         engine_args = AsyncEngineArgs(
             model=str(folder),
             distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **settings,
+            **arguments.engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code),
         )
         llm = AsyncLLM.from_engine_args(engine_args)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
