@@ -1,5 +1,4 @@
-"""The Ray cluster of the split topology: one that exists (RAY_ADDRESS), or a local one, started here and ended with the
-run.
+"""The Ray cluster of the split topology: an existing one (RAY_ADDRESS), or a local one that ends with the run.
 
     open_cluster --> Cluster: placement, where the ranks meet    local: loopback only, a token of the job's own
                                                                   existing: its own token (scripts/ray_cluster.sh)

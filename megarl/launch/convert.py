@@ -76,14 +76,13 @@ def run_convert(
     identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(opened, source, made, origin, identity, progress).run(target)
-    seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
     absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
     without = "; without multi-token prediction layers, which config.json lists but the source lacks"
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
-        f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back matches its source checksum "
-        f"(see checksums.megarl){without if absent else ''}"
+        f"{target}: {size}{resumed}, in {time.perf_counter() - began:.1f} s; verified: every tensor read back matches "
+        f"its source checksum (see checksums.megarl){without if absent else ''}"
     )
 
 
@@ -133,11 +132,8 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """`mtp`: the source has multi-token-prediction layers.
-
-    The `names` that repeat the embedding and the head for such a layer have no parameter in Megatron's module, and are
-    stored under their HF names.
-    """
+    """`mtp`: the source has multi-token-prediction layers. The `names` that repeat embedding and head for one have no
+    parameter in Megatron's module, and are stored under their HF names."""
     sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
     boxes = slices_of(
         megatron_table(shape, spec="local", padded_vocab=rows), shape, Layout.of(Parallel(), 1, 0), mtp=mtp

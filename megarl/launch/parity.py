@@ -152,17 +152,15 @@ class ParityChecks:
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
-        """With experts, only prompts are independent: one token routed elsewhere moves all that follow it, and every
-        sample of its prompt."""
+        """With experts, only prompts are independent: a token that is routed elsewhere moves all that follow it."""
         return Excess(found, floor, prompts if self.is_moe else None)
 
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
 
-        Tokens of older weights differ because the trainer has moved on: they are not judged. If there are no others,
-        the probe of the last sync was the judge.
-        The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
-        REMEASURED_EVERY batches where more than half of the limit is used up.
+        Tokens of older weights, from which the trainer has moved on, are not judged; without others, the last probe was
+        the judge. The floor is an earlier batch's; it is measured again before a refusal and, at most every
+        REMEASURED_EVERY batches, where more than half of the limit is used up.
         """
         version = self.version()
         is_fresh_T = batch.mask & (batch.versions == version)

@@ -1,5 +1,4 @@
-"""Phases of a step: rollout, train, save and sync. Each one is timed, records its peak memory, and onloads or offloads
-tensors at its boundaries.
+"""Phases of a step: timed, with their peak memory, and tensors that are on- or offloaded at their boundaries.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded

@@ -171,8 +171,7 @@ def train_policy(
     loop: Callable[[RlRun], None] = train,
     beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
 ) -> Trainer:
-    """Runs the loop from the start or from a checkpoint; returns the trained policy. `beside` is called before a
-    checkpoint is restored: what else they save.
+    """Runs the loop from the start or from a checkpoint, which also saves what `beside` returns; returns the policy.
 
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
@@ -228,8 +227,8 @@ def make_run(
 ) -> RlRun:
     """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
     config, (start, state) = rank.config, begun
-    file, staleness = run_dir(config) / LEDGER if rank.env.is_main else None, config.rollout.max_staleness
-    ledger.open(file, step=start, max_staleness=staleness)
+    if rank.env.is_main:
+        ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness)
     is_masked = config.algorithm.truncated == "mask"
     return RlRun(
         prompts=ledger,

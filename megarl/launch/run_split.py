@@ -38,8 +38,7 @@ def run_split(config: Config) -> int:
 
 
 def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
-    """Runs, and goes on in the next layout when a node is gone; returns that of the end. Raises NoRoom if all are too
-    large for what is left."""
+    """Runs, and goes on in the next layout when a node is gone; returns the last. Raises NoRoom if none fits."""
     first = None
     for number, config in enumerate(layouts):
         try:

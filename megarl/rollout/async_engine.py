@@ -48,8 +48,7 @@ class SyncGroup:
     ranks_per_node: int
 
     def join(self, rank: int, replica: int | None = None, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
-        """A collective; returns the config, the fleet and the transport of its ranks. `rank`: within an engine's
-        `replica`, or of the trainer."""
+        """A collective; returns config, fleet and transport. `rank`: within an engine's `replica`, or the trainer's."""
         config = Config.model_validate_json(self.config)
         fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
         timeout = timedelta(seconds=config.launch.timeout_s)
@@ -61,10 +60,9 @@ class SyncGroup:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker, whose `rank` is that within the replica. Methods return {"error": text} instead of
-    raising: an exception would end the engine."""
+    """Mixed into vLLM's worker. Methods return {"error": text}, as an exception would end the engine."""
 
-    rank: int
+    rank: int  # within the replica
     sync_publisher: Any = None
 
     def sync_join(self, group: Mapping[str, Any], replica: int, folder: str) -> dict[str, Any]:

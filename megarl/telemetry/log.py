@@ -69,9 +69,7 @@ class Silent:
 
 class Timeline:
     """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after every flush.
-
-    `seconds` totals the spans of each name in a step; `flush` appends finished spans to the file.
-    """
+    `seconds` totals the spans of each name in a step."""
 
     def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -40,10 +40,7 @@ NUM_SAMPLES = 4  # shown, of the best and of the worst
 
 
 def write_report(folder: Path) -> Path:
-    """Writes report.png and report.html of the run in `folder`; returns the path of report.html.
-
-    Raises FileNotFoundError if no step has finished.
-    """
+    """Writes report.png and report.html, whose path it returns. Raises FileNotFoundError if no step has finished."""
     rows, evaluations = _read(folder)
     panels, last = run_panels(rows, evaluations), rows[-1]
     layout = f", layout {last['layout']}, world size {last.get('world_size')}" if "layout" in last else ""
