@@ -212,8 +212,9 @@ class TrainerRanks:
 
 def end_family(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
     """Ends the processes of an engine on its node: they outlive an actor that is killed."""
+    strategy: Any = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
-    @ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False))
+    @ray.remote(num_cpus=0, scheduling_strategy=strategy)
     def end() -> None:
         Children(dict.fromkeys(pids, ""), set(segments)).end()
 

@@ -1,6 +1,6 @@
 """Stopped processes of the split topology: reported after 5 s, killed after half of launch.timeout_s, then replaced.
 
-    controller: a thread --names and process ids, every LOOK_S--> StoppedProcesses of a node --lines--> stderr
+    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
 
 To Ray a stopped process looks like a slow one; the kernel knows the difference (launch.heartbeat.is_stopped).
 """
@@ -58,6 +58,11 @@ class StoppedProcesses:
         return lines
 
 
+@ray.remote(num_cpus=0)
+class NodeWatch(StoppedProcesses):
+    """An actor on the node."""
+
+
 class Watch:
     """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
 
@@ -70,9 +75,8 @@ class Watch:
     def add(self, name: str, node: str, pid: int) -> None:
         """In place of an earlier process of that name."""
         if node not in self._nodes:
-            strategy: Any = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(StoppedProcesses)
-            self._nodes[node] = actor.remote(self._limit_s)
+            strategy, actor = NodeAffinitySchedulingStrategy(node_id=node, soft=False), NodeWatch
+            self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 
     def end(self) -> None:

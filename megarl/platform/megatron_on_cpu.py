@@ -93,8 +93,8 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    splits = (x if x is None else list(map(int, x)) for x in (output_split_sizes, input_split_sizes))
-    return dist.all_to_all_single(output, input.contiguous(), *splits, group, async_op)
+    output_sizes, input_sizes = (x if x is None else list(map(int, x)) for x in (output_split_sizes, input_split_sizes))
+    return dist.all_to_all_single(output, input.contiguous(), output_sizes, input_sizes, group, async_op)
 
 
 def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:

@@ -27,6 +27,7 @@ from megarl.platform.children import Children
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
 from megarl.rollout import arguments
+from megarl.rollout.arguments import engine_settings
 from megarl.rollout.exchange import pack
 from megarl.rollout.publisher import make_publisher
 from megarl.types import CheckFailed, Request, Sample
@@ -136,7 +137,7 @@ class AsyncEngine:
             distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **arguments.engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code),
+            **engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code),
         )
         llm = AsyncLLM.from_engine_args(engine_args)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)

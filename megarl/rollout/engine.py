@@ -29,6 +29,7 @@ from megarl.platform.env import Env, get_env, set_env
 from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
 from megarl.rollout import arguments
+from megarl.rollout.arguments import engine_settings
 from megarl.rollout.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.publish import WeightFormat
@@ -81,7 +82,7 @@ class Engine:
         from megarl.rollout.weight_loader import LayerReceiver
 
         eager = arguments.is_eager(rollout)
-        settings = arguments.engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
+        settings = engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
         settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
         with patches.segment_names(prefix), patches.fp8_kernels(), patches.moe_without_lora(), _compiler(eager), quiet:

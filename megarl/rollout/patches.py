@@ -29,12 +29,13 @@ def segment_names(prefix: str) -> AbstractContextManager[Any]:
     """Within the context, the shared-memory names that vLLM creates start with `prefix`."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    original = _CPUSHMDistributed.make_group_name
+    name = "make_group_name"
+    original = getattr(_CPUSHMDistributed, name)
 
     def named(communicator: Any) -> str:
         return prefix + original(communicator).replace("/", "").lstrip("-")  # segment names cannot contain slashes
 
-    return patch.object(_CPUSHMDistributed, "make_group_name", staticmethod(named))
+    return patch.object(_CPUSHMDistributed, name, staticmethod(named))
 
 
 @contextmanager
@@ -60,9 +61,10 @@ def moe_without_lora() -> AbstractContextManager[Any]:
 
     if torch.cuda.is_available():
         return nullcontext()
-    original: Any = unquantized_fused_moe_method.select_unquantized_moe_backend
+    name = "select_unquantized_moe_backend"
+    original = getattr(unquantized_fused_moe_method, name)
 
     def select(moe_config: Any) -> Any:
         return original(replace(moe_config, is_lora_enabled=False))
 
-    return patch.object(unquantized_fused_moe_method, "select_unquantized_moe_backend", select)
+    return patch.object(unquantized_fused_moe_method, name, select)
