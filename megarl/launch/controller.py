@@ -173,9 +173,8 @@ class RemoteWeights:
 
     def _end_barrier(self, absent: str) -> None:
         """For those that wait for one that is lost: at the beginning of a sync, or to find out who is left of it."""
-        timeout = timedelta(seconds=self.config.launch.timeout_s)
         for number in (self.barriers, self.barriers + 1):
-            end_barrier(self.store, self.group, number, absent, timeout)
+            end_barrier(self.store, self.group, number, absent, timedelta(seconds=self.config.launch.timeout_s))
 
 
 def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> None:

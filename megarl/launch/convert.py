@@ -51,10 +51,8 @@ def run_convert(
     interactive: bool,
     quantise: bool = False,
 ) -> str:
-    """Convert `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is.
-
-    Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently.
-    """
+    """Converts `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is. Raises
+    ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently."""
     began = time.perf_counter()
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB

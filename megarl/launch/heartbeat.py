@@ -40,6 +40,11 @@ SLOT_BYTES, STATE_BYTES = 1 << 16, 1 << 12
 HEAD = struct.Struct("<QI")  # beats, bytes of the failure after head and state
 
 
+def shared_memory(name: str) -> int:
+    """Returns a file descriptor of new, empty memory; it must be passed on to the ranks."""
+    return os.memfd_create(f"megarl-{name}")
+
+
 def make_store(env: Env, timeout: timedelta) -> Any:
     """The store in which the ranks of megarl's own launcher meet; its operations raise after `timeout`."""
     import torch.distributed as dist

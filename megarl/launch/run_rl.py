@@ -99,8 +99,7 @@ def run_iterative_dpo(rank: Rank) -> None:
 def run_eval(rank: Rank) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     trainer, engine, *_ = _synced(rank)
-    exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-    evaluation_of(rank, exchange, 0).run(0)
+    evaluation_of(rank, _exchange(rank, engine, reward_model=make_reward_model(rank, trainer)), 0).run(0)
 
 
 def run_sync(rank: Rank) -> None:

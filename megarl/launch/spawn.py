@@ -27,7 +27,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import Job
 from megarl.launch import exit_codes
 from megarl.launch.exit_codes import Failure
-from megarl.launch.heartbeat import Heartbeats, Slots
+from megarl.launch.heartbeat import Heartbeats, Slots, shared_memory
 from megarl.launch.progress import State
 from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import child_env, get_env
@@ -105,13 +105,13 @@ class _Ranks:
 
     folder: Path
     timeout_s: float
-    slots: Slots = field(default_factory=lambda: Slots(os.memfd_create("megarl-slots")))
+    slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     left_running: list[str] = field(default_factory=list)  # where the ranks were that had not failed
     is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
-        cores, store_fd = len(os.sched_getaffinity(0)), os.memfd_create("megarl-store")
+        cores, store_fd = len(os.sched_getaffinity(0)), shared_memory("store")
         for rank in range(world):
             environ = child_env(
                 RANK=rank,

@@ -63,10 +63,8 @@ def write_report(folder: Path) -> Path:
 
 
 def write_comparison(folders: Sequence[Path]) -> Path:
-    """Writes compare.html beside the first run; returns its path.
-
-    Raises ValueError for fewer than two runs, FileNotFoundError if no step of a run has finished.
-    """
+    """Writes compare.html beside the first run; returns its path. Raises ValueError for fewer than two runs,
+    FileNotFoundError if no step of a run has finished."""
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(f"--compare {' '.join(map(str, folders))}: pass at least two runs, each once")
     is_unique = len({folder.name for folder in folders}) == len(folders)

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.launch import heartbeat
 from megarl.launch.exit_codes import CurrentPhase, Failure
-from megarl.launch.heartbeat import HEAD, Heartbeats, Slots
+from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
 from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
 
@@ -24,7 +24,7 @@ STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(second
 def slots(monkeypatch: pytest.MonkeyPatch) -> Slots:
     for name, value in {"BEAT_S": 0.01, "STOPPED_S": 0.05, "SILENT_S": 0.05}.items():
         monkeypatch.setattr(heartbeat, name, value)
-    return Slots(os.memfd_create("test"))
+    return Slots(shared_memory("test"))
 
 
 def watch(heartbeats: Heartbeats, pids: dict[int, int], within_s: float) -> Failure | None:
@@ -69,7 +69,7 @@ def test_failures_are_read_whole_or_not_at_all(slots: Slots) -> None:
 def test_the_store_has_no_name_and_is_not_inherited() -> None:
     from datetime import timedelta
 
-    fd = os.memfd_create("store")
+    fd = shared_memory("store")
     os.set_inheritable(fd, True)  # as in a rank
     store = heartbeat.make_store(Env(store_fd=fd, launched=True), timedelta(seconds=0.2))
     store.set("key", "value")
