@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in (train, evaluate, plan, check):
         each.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
         each.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
-    report = add("report", run=_reports, help="draw the curves of runs: report.png and report.html")
+    report = add("report", run=_report, help="draw the curves of runs: report.png and report.html")
     report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
     report.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run directory, e.g. runs/quickstart"
@@ -182,8 +182,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.precision:
         print(describe_precision(config, check_config(config, env, command="check").model))
         return DONE
-    layouts = [text for text in args.layouts if "=" not in text]
-    return check_layouts_of(config, layouts, env, partial(_launch, env))
+    return check_layouts_of(config, [text for text in args.layouts if "=" not in text], env, partial(_launch, env))
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:
@@ -234,11 +233,13 @@ def _run(command: str, args: argparse.Namespace) -> int:
         return DONE
     code = _launch(env, config, job, command)
     if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
+        from megarl.telemetry.report import write_report
+
         try:
             if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
                 is_split, world = config.launch.topology == "split", job.world
                 _write_plan(config, world, 8 if is_split else env.local_world_size if env.has_launcher else world)
-            _report([run_dir(config)])
+            print(f"report: {write_report(run_dir(config))}")
         except FileNotFoundError:  # no step has finished
             pass
         except OSError as error:
@@ -260,14 +261,10 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
     (run_dir(config) / PLAN).write_text(json.dumps(plan_weights(config)[1]), encoding="utf-8")
 
 
-def _reports(args: argparse.Namespace) -> int:
-    return _report(args.run_dirs, is_comparison=args.compare)
-
-
-def _report(folders: Sequence[Path], *, is_comparison: bool = False) -> int:
+def _report(args: argparse.Namespace) -> int:
     from megarl.telemetry.report import write_comparison, write_report
 
-    for page in [write_comparison(folders)] if is_comparison else map(write_report, folders):
+    for page in [write_comparison(args.run_dirs)] if args.compare else map(write_report, args.run_dirs):
         print(f"report: {page}")
     return DONE
 

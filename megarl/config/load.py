@@ -96,6 +96,15 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys of nested settings, with their values."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _origin(key: str, lines: Mapping[str, str]) -> str:
     """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the command line`."""
     while key and key not in lines:

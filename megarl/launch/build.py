@@ -97,18 +97,15 @@ class Rank:
 
 @contextmanager
 def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) -> Iterator[Rank]:
-    """Initialises torch.distributed, and destroys it on success only: after a failure, peers may be gone.
-
-    `store`: where the ranks meet; None: as their launcher arranged it."""
+    """Initialises torch.distributed; destroys it on success only, as after a failure peers may be gone. `store` None:
+    the ranks meet as their launcher arranged it."""
     device, timeout = pick_device(env.local_rank), timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
-    if store is None and env.has_launcher and not env.launched:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = make_store(env, timeout) if store is None else store
-        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    if store is None and (env.launched or not env.has_launcher):
+        store = make_store(env, timeout)
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
 
@@ -122,8 +119,7 @@ def make_trainer(
     beside: Trainer | None = None,
     **train: Any,
 ) -> Trainer:
-    """The trainer of the configured model or that of `folder`, in the rank's layout or another one, with the vocabulary
-    head or another. `beside` is a trainer whose process groups it uses; `train` has the settings that differ."""
+    """The arguments and `train` replace configured settings. `beside`: a trainer whose process groups it uses."""
     config, replays = rank.config, rank.config.rollout.router_replay != "none"
     return Trainer.build(
         rank.shape if folder is None else read_model(folder),
@@ -281,11 +277,8 @@ def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outpu
 
 
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
-    """Writes the trained weights to runs/<name>/hf at the end (no `step`), or hf_step_<step> every N steps.
-
-    Every rank must call it. Does nothing unless checkpoint.export_hf requests an export; but LoRA's adapters are
-    written at the end in any case, as a PEFT folder: runs/<name>/adapter.
-    """
+    """A collective. Writes the trained weights as checkpoint.export_hf requests: to runs/<name>/hf at the end (no
+    `step`), or hf_step_<step>. LoRA's adapters are always written at the end, as a PEFT folder: runs/<name>/adapter."""
     when, folder = rank.config.checkpoint.export_hf, run_dir(rank.config)
     suffix = "" if step is None else f"_step_{step}"
     is_due = when != "never" and (step is None or (when != "end" and step % when == 0))

@@ -1,5 +1,4 @@
-"""The Ray cluster of the split topology: one that exists (RAY_ADDRESS), or a local one, started here and ended with the
-run.
+"""The Ray cluster of the split topology: an existing one (RAY_ADDRESS), or a local one that ends with the run.
 
     open_cluster --> Cluster: placement, where the ranks meet    local: loopback only, a token of the job's own
                                                                   existing: its own token (scripts/ray_cluster.sh)
@@ -22,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megarl.config.schema import Config
 from megarl.platform.env import LOOPBACK, get_env, set_env
@@ -199,8 +199,7 @@ def _patched(has_dashboard: bool) -> Iterator[None]:
         patches.append((utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard")))
     with ExitStack() as stack:
         for module, name, value in patches:
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, value)
+            stack.enter_context(patch.object(module, name, value))
         yield
 
 

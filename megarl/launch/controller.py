@@ -51,8 +51,7 @@ from megarl.weights.transports.collective import end_barrier
 class RemoteTrainer:
     """roles.Learner, Checks and Checkpoint, on the trainer's ranks.
 
-    Their gate needs no engine: the batch has the engine's log-probs. A refusal guesses the cause from the distribution
-    of differences; to find it, the engine must score again: `megarl check --parity` with launch.topology=colocated.
+    Their gate has no engine, so a refusal guesses the cause; colocated, `megarl check --parity` finds it.
     """
 
     ranks: TrainerRanks
@@ -139,8 +138,7 @@ class RemoteWeights:
         return report
 
     def _on_all(self, method: str, *values: Any) -> tuple[Any, list[dict[str, Any]]]:
-        """Calls both sides; returns what rank 0 does, and the workers. A lost engine is the cause of what others
-        report."""
+        """Calls both sides; returns the values of rank 0 and the workers. A lost engine explains what others report."""
         waiting = {replica.begin(method, *values): replica for replica in self.engines.replicas}
         replies, lost, refusal, value = list[dict[str, Any]](), None, None, None
 
@@ -175,9 +173,8 @@ class RemoteWeights:
 
     def _end_barrier(self, absent: str) -> None:
         """For those that wait for one that is lost: at the beginning of a sync, or to find out who is left of it."""
-        timeout = timedelta(seconds=self.config.launch.timeout_s)
         for number in (self.barriers, self.barriers + 1):
-            end_barrier(self.store, self.group, number, absent, timeout)
+            end_barrier(self.store, self.group, number, absent, timedelta(seconds=self.config.launch.timeout_s))
 
 
 def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> None:

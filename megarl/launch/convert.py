@@ -51,12 +51,11 @@ def run_convert(
     interactive: bool,
     quantise: bool = False,
 ) -> str:
-    """Convert `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is.
-
-    Raises ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently.
-    """
+    """Converts `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is. Raises
+    ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently."""
     began = time.perf_counter()
-    _return_freed_memory()
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
@@ -68,30 +67,21 @@ def run_convert(
         storage = HfFolder(origin).storage() if quantise else PLAIN
         made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
     else:
-        file_of = _file_of(shape, sizes)
-        options = {"file_of": file_of, "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
+        options = {"file_of": _file_of(shape, sizes), "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
         made = MegatronTarget(conversion_map, opened, **options)
     weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
     identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(opened, source, made, origin, identity, progress).run(target)
-    seconds = time.perf_counter() - began
     resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
     absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
     without = "; without multi-token prediction layers, which config.json lists but the source lacks"
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
-        f"{target}: {size}{resumed}, in {seconds:.1f} s; verified: every tensor read back matches its source checksum "
-        f"(see checksums.megarl){without if absent else ''}"
+        f"{target}: {size}{resumed}, in {time.perf_counter() - began:.1f} s; verified: every tensor read back matches "
+        f"its source checksum (see checksums.megarl){without if absent else ''}"
     )
-
-
-def _return_freed_memory() -> None:
-    """Make glibc return freed blocks of 1 MiB or more at once; by default each thread caches blocks of up to 32 MiB."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def _origin(source: Path, config: Path | None) -> Path:
@@ -140,11 +130,8 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """`mtp`: the source has multi-token-prediction layers.
-
-    The `names` that repeat the embedding and the head for such a layer have no parameter in Megatron's module, and are
-    stored under their HF names.
-    """
+    """`mtp`: the source has multi-token-prediction layers. The `names` that repeat embedding and head for one have no
+    parameter in Megatron's module, and are stored under their HF names."""
     sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
     boxes = slices_of(
         megatron_table(shape, spec="local", padded_vocab=rows), shape, Layout.of(Parallel(), 1, 0), mtp=mtp

@@ -21,9 +21,8 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from megarl.config.schema import Config
-from megarl.launch import ray_actors
 from megarl.launch.exit_codes import DEFECT, REFUSED, USER, Failure
-from megarl.launch.ray_actors import KILLED, POLL_S, EngineActor, Place, RankLost, end_family, value_of
+from megarl.launch.ray_actors import KILLED, POLL_S, EngineActor, Place, RankLost, end_family, rank_lost, value_of
 from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
 
@@ -110,7 +109,7 @@ class Engines:
             try:
                 ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
             except RayError as error:
-                raise EngineLost(replica, ray_actors.lost(error, f"engine {replica.number}")) from None
+                raise EngineLost(replica, rank_lost(error, f"engine {replica.number}")) from None
             self.place.watch.add(f"engine {replica.number}", replica.node, pid)
             *replica.family, replica.max_model_len = replica.value(replica.starting)
             replica.starting = None

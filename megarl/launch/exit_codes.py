@@ -94,8 +94,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """Write runs/<name>/exit.json: the exit code, which torchrun would turn into 1, and what failed. A disk that
-    refuses it is only reported."""
+    """Writes exit.json: the exit code, which torchrun turns into 1, and what failed. Reports a disk that refuses it."""
     values: dict[str, Any] = {"code": code, **facts}
     if failure is not None:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}

@@ -25,11 +25,11 @@ from megarl.algorithms.parity import (
     explain,
     rounding_floor,
 )
-from megarl.data.collate import take_rows, token_batch
+from megarl.data.collate import Batch, take_rows, token_batch
 from megarl.debug.sublayers import rounding_errors
 from megarl.launch.build import Rank, make_prompts
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
+from megarl.types import CheckFailed, ScoredBatch, TokenBatch
 from megarl.weights.fp8 import Fp8Quantizer
 from megarl.weights.transports import Transport
 
@@ -56,12 +56,7 @@ class Measured:
 
     logprobs_K: Tensor  # with the engine's weights, if it quantises them
     floor: Quantiles
-    quantised: Quantiles | None = None
-
-    @property
-    def of_policy(self) -> Quantiles:
-        """What log-probs of the trained weights, which the engine may quantise, differ by from the engine's."""
-        return self.quantised or self.floor
+    of_policy: Quantiles  # the floor of log-probs of the trained weights, which the engine may quantise
 
 
 def rounding_of(trainer: Trainer, *, is_fp8: bool = False) -> float:
@@ -71,12 +66,11 @@ def rounding_of(trainer: Trainer, *, is_fp8: bool = False) -> float:
     return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
 
 
-def sampled_rows(batch: TrainBatch, count: int, *, first: int | None = None) -> tuple[TokenBatch, Tensor]:
-    """Returns at most `count` rows that have sampled tokens, row `first` before others; and their rollout log-probs."""
-    has_tokens = [bool(mask.any()) for mask in batch.mask.split(batch.cu_seqlens.diff().tolist())]
-    rows = [row for row in range(batch.num_rows) if has_tokens[row] and row != first]
-    few = take_rows(batch, [*([] if first is None else [first]), *rows][:count])
-    return few, few.rollout_logprobs
+def sampled_rows(batch: Batch, count: int | None = None, *, first: int | None = None) -> Batch:
+    """Returns the rows that have sampled tokens, at most `count` of them; row `first` before others."""
+    masks = batch.mask.split(batch.cu_seqlens.diff().tolist())
+    rows = [row for row, mask_L in enumerate(masks) if mask_L.any()]
+    return take_rows(batch, sorted(rows, key=lambda row: row != first)[:count])
 
 
 def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
@@ -90,11 +84,11 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantize
             with rounding_errors(trainer, eps, draw=draw):
                 noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
     noise_DK = torch.stack(noise)
-    floor, quantised = (
+    floor, of_policy = (
         rounding_floor(seen_K, each_DK, error=LOG_SOFTMAX_ERROR)  # which doubles the variance
         for each_DK in (noise_DK, noise_DK + (seen_K - trained_K) / 2**0.5)
     )
-    return Measured(seen_K, floor, quantised)
+    return Measured(seen_K, floor, of_policy)
 
 
 def through_fp8(trainer: Trainer, quantizer: Fp8Quantizer | None) -> AbstractContextManager[None]:
@@ -158,24 +152,20 @@ class ParityChecks:
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
-        """With experts, only prompts are independent: one token routed elsewhere moves all that follow it, and every
-        sample of its prompt."""
+        """With experts, only prompts are independent: a token that is routed elsewhere moves all that follow it."""
         return Excess(found, floor, prompts if self.is_moe else None)
 
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
         """roles.Gate: compares the tokens just sampled. Every rank has the same batch, so all refuse together.
 
-        Tokens of older weights differ because the trainer has moved on: they are not judged. If there are no others,
-        the probe of the last sync was the judge.
-        The floor is that of an earlier batch. It is measured on this one before it is refused, and at most every
-        REMEASURED_EVERY batches where more than half of the limit is used up.
+        Tokens of older weights, from which the trainer has moved on, are not judged; without others, the last probe was
+        the judge. The floor is an earlier batch's; it is measured again before a refusal and, at most every
+        REMEASURED_EVERY batches, where more than half of the limit is used up.
         """
         version = self.version()
         is_fresh_T = batch.mask & (batch.versions == version)
         if version is not None and not is_fresh_T.equal(batch.mask):
-            batch = replace(batch, mask=is_fresh_T)
-            rows = batch.mask.split(batch.cu_seqlens.diff().tolist())
-            batch = take_rows(batch, [row for row, mask_L in enumerate(rows) if mask_L.any()])
+            batch = sampled_rows(replace(batch, mask=is_fresh_T))
             if not batch.num_rows:
                 return {}
         assert batch.old_logprobs is not None
@@ -204,8 +194,8 @@ class ParityChecks:
         guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
         if self.find is None or any(self.transport.gather(self.engines[0].is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"
-        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
-        return f"cause: {self.find(few, self.measure(few).floor, logprobs_T) or guess}"
+        few = sampled_rows(batch, CAUSE_ROWS, first=parity.row)
+        return f"cause: {self.find(few, self.measure(few).floor, few.rollout_logprobs) or guess}"
 
     def _bound(self, excess: Excess) -> str:
         return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"

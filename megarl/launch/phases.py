@@ -1,5 +1,4 @@
-"""Phases of a step: rollout, train, save and sync. Each one is timed, records its peak memory, and onloads or offloads
-tensors at its boundaries.
+"""Phases of a step: timed, with their peak memory, and tensors that are on- or offloaded at their boundaries.
 
     rollout   ends: the engine sleeps
     train     begins: the trainer's weights are onloaded
@@ -16,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-
-if TYPE_CHECKING:  # its module imports vLLM
-    from megarl.rollout.engine import Engine
-    from megarl.trainer.trainer import Trainer
+from megarl.rollout.engine import Engine
+from megarl.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)

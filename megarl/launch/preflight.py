@@ -72,8 +72,7 @@ def describe(config: Config, job: Job) -> str:
     samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage in ENGINE_STAGES else ""
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage in ENGINE_STAGES else ""
-    is_split = config.launch.topology == "split"
-    where = "trainer ranks in a Ray cluster" if is_split else f"on {device}"
+    where = "trainer ranks in a Ray cluster" if config.launch.topology == "split" else f"on {device}"
     lines = [
         resolved_yaml(config).rstrip(),
         "",

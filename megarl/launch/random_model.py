@@ -2,8 +2,7 @@
 
     Create --hash--> <run.dir>/.models/<hash>/{config,generation_config,tokenizer*}.json, model.safetensors
 
-The folder is written under a temporary name and renamed, so it is complete or absent, and two runs that create
-the same model at once end up with the same bytes.
+The folder is written under a temporary name and renamed: it is complete or absent, also where two runs create it.
 """
 
 from __future__ import annotations
@@ -97,11 +96,8 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, create: Create) -> None:
-    """A tokenizer with one token per character or phrase, as files that AutoTokenizer reads.
-
-    It is a byte-level BPE without merges: transformers rebuilds qwen2's tokenizer as byte-level whatever the file
-    contains, so this is the only form that works for every family.
-    """
+    """A token per character or phrase, in files that AutoTokenizer reads: as a byte-level BPE without merges, because
+    transformers rebuilds qwen2's tokenizer as byte-level whatever the file contains."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 

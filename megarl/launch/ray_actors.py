@@ -24,11 +24,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.config.schema import Config
-from megarl.launch import exit_codes
 from megarl.launch.cluster import Cluster
-from megarl.launch.exit_codes import Failure
+from megarl.launch.exit_codes import DEFECT, REFUSED, Failure, failure_of, first_failure
 from megarl.launch.watch import Watch
 from megarl.launch.worker import redirect_output
+from megarl.platform.children import Children
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
@@ -58,7 +58,7 @@ class _Actor:
 
     def _failed(self, error: BaseException) -> dict[str, Any]:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
-        failure = exit_codes.failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
+        failure = failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
         return {"failure": failure}
 
@@ -111,16 +111,16 @@ def value_of(ref: Any, what: str) -> Any:
     try:
         reply: Any = ray.get(ref)
     except RayError as error:
-        raise lost(error, what) from None
+        raise rank_lost(error, what) from None
     if "failure" in reply:
         raise RankLost(reply["failure"])
     return reply["value"]
 
 
-def lost(error: RayError, what: str) -> RankLost:
+def rank_lost(error: RayError, what: str) -> RankLost:
     is_gone = isinstance(error, RayActorError)
     cause = KILLED if is_gone else f"{type(error).__name__}: {error}"
-    return RankLost(Failure(-1, exit_codes.DEFECT, f"{what} {cause}"), is_gone)
+    return RankLost(Failure(-1, DEFECT, f"{what} {cause}"), is_gone)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class TrainerRanks:
             try:
                 places = place.cluster.placed(ranks.actors)
             except RayError as error:
-                raise lost(error, "a rank") from None
+                raise rank_lost(error, "a rank") from None
             nodes = list(dict.fromkeys(node for node, *_ in places))
             order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
             ranks.actors, starts = [ranks.actors[number] for number in order], list[Any]()
@@ -200,11 +200,9 @@ class TrainerRanks:
                     failures.append(lost.failure)
                     gone = gone or (lost if lost.is_gone else None)
                     deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
-        if not failures:
+        if (first := first_failure(failures)) is None:
             return unpack_batch(value)
-        first = exit_codes.first_failure(failures)
-        assert first is not None
-        if [failure.code for failure in failures] == [exit_codes.REFUSED] * len(refs):
+        if [failure.code for failure in failures] == [REFUSED] * len(refs):
             raise CheckFailed(first.message)
         raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence
 
@@ -213,15 +211,13 @@ class TrainerRanks:
             ray.kill(actor)
 
 
-@ray.remote(num_cpus=0)
-def _end_family(pids: Sequence[int], segments: Sequence[str]) -> None:
-    from megarl.platform.children import Children
-
-    Children(dict.fromkeys(pids, ""), set(segments)).end()
-
-
 def end_family(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
     """Ends the processes of an engine on its node: they outlive an actor that is killed."""
-    strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    strategy: Any = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+    @ray.remote(num_cpus=0, scheduling_strategy=strategy)
+    def end() -> None:
+        Children(dict.fromkeys(pids, ""), set(segments)).end()
+
     with suppress(RayError):  # the node is gone
-        ray.get(_end_family.options(scheduling_strategy=strategy).remote(pids, segments), timeout=30)
+        ray.get(end.remote(), timeout=30)

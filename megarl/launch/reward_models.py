@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +16,10 @@ from megarl.models.hub import model_folder
 from megarl.rewards.catalog import ModelOptions
 from megarl.rewards.interface import parse_options
 from megarl.rewards.model import ModelReward
+from megarl.rollout.engine import Engine
 from megarl.trainer.heads import RewardHead, load_head
 from megarl.trainer.trainer import Trainer
 from megarl.types import Sample, TokenBatch
-
-if TYPE_CHECKING:  # its module imports vLLM
-    from megarl.rollout.engine import Engine
 
 
 @dataclass(frozen=True)

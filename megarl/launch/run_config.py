@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import load_config, resolved_yaml, run_dir
+from megarl.config.load import flat, load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 
 # Keys and sections that may change when a run is resumed.
@@ -107,7 +107,7 @@ def _number(file: Path) -> int:
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as well."""
-    before, after = (dict(_flat(config.model_dump(mode="json"))) for config in (old, new))
+    before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     old_model, new_model = (Path(config.model.path or "") for config in (old, new))
     if old_model.resolve() == new_model.resolve() or (
         old_model.parent.name == new_model.parent.name == ".models" and old_model.name == new_model.name
@@ -119,17 +119,9 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (before.get(key), after.get(key)) for key in keys}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _model_values(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, AttributeError):
-        return dict(_flat(json.loads((folder / "config.json").read_text()), "config.json: "))
+        return dict(flat(json.loads((folder / "config.json").read_text()), "config.json: "))
     return {}
 
 

@@ -52,8 +52,7 @@ class Iterations:
         return Further(models, {"replay": self.replay}, self.reward_model.onloaded, reference)
 
     def loop(self, run: RlRun) -> None:
-        steps = run.steps // self.settings.iterations
-        iterative_grpo(run, steps, self.reset, self._updates(run))
+        iterative_grpo(run, run.steps // self.settings.iterations, self.reset, self._updates(run))
 
     def reset(self) -> None:
         """The reference becomes the policy, which is then offloaded."""

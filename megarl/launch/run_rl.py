@@ -99,8 +99,7 @@ def run_iterative_dpo(rank: Rank) -> None:
 def run_eval(rank: Rank) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     trainer, engine, *_ = _synced(rank)
-    exchange = _exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-    evaluation_of(rank, exchange, 0).run(0)
+    evaluation_of(rank, _exchange(rank, engine, reward_model=make_reward_model(rank, trainer)), 0).run(0)
 
 
 def run_sync(rank: Rank) -> None:
@@ -137,8 +136,8 @@ def run_parity(rank: Rank) -> None:
             print(f"           without replay {own}", flush=True)
     if not excess.is_explained:
         assert parity.find
-        few, logprobs_T = sampled_rows(batch, CAUSE_ROWS)
-        cause = parity.find(few, parity.measure(few).floor, logprobs_T)
+        few = sampled_rows(batch, CAUSE_ROWS)
+        cause = parity.find(few, parity.measure(few).floor, few.rollout_logprobs)
         raise CheckFailed(
             f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause or 'not found'}"
         )
@@ -171,8 +170,7 @@ def train_policy(
     loop: Callable[[RlRun], None] = train,
     beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
 ) -> Trainer:
-    """Runs the loop from the start or from a checkpoint; returns the trained policy. `beside` is called before a
-    checkpoint is restored: what else they save.
+    """Runs the loop from the start or from a checkpoint, which also saves what `beside` returns; returns the policy.
 
     The trainer is offloaded before the engine starts, and the engine sleeps until the first sync: at no time do both
     keep on the device what they do not need together.
@@ -228,8 +226,8 @@ def make_run(
 ) -> RlRun:
     """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
     config, (start, state) = rank.config, begun
-    file, staleness = run_dir(config) / LEDGER if rank.env.is_main else None, config.rollout.max_staleness
-    ledger.open(file, step=start, max_staleness=staleness)
+    if rank.env.is_main:
+        ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness)
     is_masked = config.algorithm.truncated == "mask"
     return RlRun(
         prompts=ledger,
@@ -373,4 +371,4 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
     if quantizer := make_quantizer(rank, trainer):
         sender = quantizer.sender(trainer.parameters_by_name)
-    return make(sender, receiver, weights=weights, probe=probe)
+    return make(sender, receiver, probe=probe)

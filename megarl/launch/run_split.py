@@ -11,9 +11,8 @@ from megarl.config.load import run_dir
 from megarl.config.model_checks import check_cpu_engine
 from megarl.config.schema import Config
 from megarl.config.validate import fallbacks, model_shape
-from megarl.launch import exit_codes
 from megarl.launch.cluster import ROOM_S, NoRoom, open_cluster
-from megarl.launch.exit_codes import CurrentPhase, Failure
+from megarl.launch.exit_codes import STOPPED, TERMINATED, CurrentPhase, Failure, failure_of
 from megarl.launch.run_config import prepare_run_dir
 from megarl.launch.spawn import lock_run_dir, report_end
 from megarl.planner.weight_sync import fleet_of
@@ -30,24 +29,20 @@ def run_split(config: Config) -> int:
         try:
             config = _first_with_room(layouts, phase)
         except KeyboardInterrupt:
-            failure = Failure(-1, exit_codes.STOPPED, "stopped")
+            failure = Failure(-1, STOPPED, "stopped")
         except SystemExit:  # Ray's handler of SIGTERM, until ours is set
-            failure = Failure(-1, exit_codes.TERMINATED, "stopped by SIGTERM")
+            failure = Failure(-1, TERMINATED, "stopped by SIGTERM")
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
-            failure = getattr(error, "failure", None) or exit_codes.failure_of(
-                error, -1, phase=phase.name, run_dir=folder
-            )
+            failure = getattr(error, "failure", None) or failure_of(error, -1, phase=phase.name, run_dir=folder)
         return report_end(folder, failure, started, fleet_of(config).world)
 
 
 def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
-    """Runs, and goes on in the next layout when a node is gone; returns that of the end. Raises NoRoom if all are too
-    large for what is left."""
+    """Runs, and goes on in the next layout when a node is gone; returns the last. Raises NoRoom if none fits."""
     first = None
     for number, config in enumerate(layouts):
-        room_s = ROOM_S if first else config.launch.timeout_s
         try:
-            _run(config, phase, room_s)
+            _run(config, phase, ROOM_S if first else config.launch.timeout_s)
             return config
         except NoRoom as error:
             first = first or error

@@ -111,8 +111,7 @@ class _Ranks:
     is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        store_fd = shared_memory("store")
+        cores, store_fd = len(os.sched_getaffinity(0)), shared_memory("store")
         for rank in range(world):
             environ = child_env(
                 RANK=rank,
@@ -213,5 +212,4 @@ def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> 
     log = folder / "logs" / f"rank_{failure.rank}.log"
     phase = f" in {failure.phase}" if failure.phase else ""
     message = f"megarl: rank {failure.rank} failed{phase}: {failure.message}"
-    lines = [message, failure.traceback.rstrip(), f"full log: {log}", *left_running]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, [message, failure.traceback.rstrip(), f"full log: {log}", *left_running]))

@@ -25,8 +25,7 @@ from megarl.config.load import load_config, run_dir
 from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config
 from megarl.config.validate import ENGINE_COMMANDS
-from megarl.launch import exit_codes
-from megarl.launch.exit_codes import CurrentPhase, Failure
+from megarl.launch.exit_codes import DONE, STOPPED, CurrentPhase, Failure, failure_of, to_record, write_exit
 from megarl.launch.heartbeat import Slots
 from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
@@ -60,7 +59,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))  # collectives, for launch.progress
     # kernels run in the order of their launch, on which Megatron's overlap of communication relies
     set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
-    if env.num_nodes == 1:
+    if env.world_size == env.local_world_size:
         set_env(**LOOPBACK)
     watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)
     if command == "train":
@@ -75,12 +74,12 @@ def run_rank(config: Config, env: Env, command: str) -> int:
             watch = FailureWatch(env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say)
         _run(config, env, phase, command)
     except KeyboardInterrupt:
-        _note_exit(folder, env, Failure(env.rank, exit_codes.STOPPED, "stopped"))
-        return exit_codes.STOPPED
+        _note_exit(folder, env, Failure(env.rank, STOPPED, "stopped"))
+        return STOPPED
     except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
-        failure = exit_codes.failure_of(error, env.rank, phase=phase.name, run_dir=folder)
+        failure = failure_of(error, env.rank, phase=phase.name, run_dir=folder)
         if env.launched:
-            slots.write_failure(env.rank, exit_codes.to_record(failure))
+            slots.write_failure(env.rank, to_record(failure))
         with suppress(OSError):  # the log's disk is full
             print(redact(traceback.format_exc()), file=sys.stderr)
         if _note_exit(folder, env, failure):
@@ -91,8 +90,8 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     finally:
         _flush()
     if env.is_main and not env.launched:
-        exit_codes.write_exit(folder, exit_codes.DONE, world=env.world_size)
-    return exit_codes.DONE
+        write_exit(folder, DONE, world=env.world_size)
+    return DONE
 
 
 def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
@@ -111,17 +110,15 @@ def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
     """Write exit.json, unless megarl's launcher or a faster rank does; returns whether it was written."""
     if env.launched or (folder / "exit.json").exists():
         return False
-    exit_codes.write_exit(folder, failure.code, failure, world=env.world_size)
+    write_exit(folder, failure.code, failure, world=env.world_size)
     return True
 
 
 def _die_with_parent(launcher_pid: int) -> None:
     """Ask Linux to kill this process when its launcher dies; a launcher killed by SIGKILL cannot do so."""
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died before the call
-        os._exit(exit_codes.STOPPED)
+        os._exit(STOPPED)
 
 
 def redirect_output(log: Path) -> TextIO:

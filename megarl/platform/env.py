@@ -46,10 +46,6 @@ class Env:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def num_nodes(self) -> int:
-        return max(1, self.world_size // self.local_world_size)
-
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Env:
         """Raises ValueError if a launcher's variable is not a number."""

@@ -65,14 +65,7 @@ class _Stream(contextlib.AbstractContextManager):
 # Replaces the GPU's random state, which Megatron seeds, saves and swaps while it checks that the CPU's is unchanged.
 # Nothing draws from it: layers have no dropout, and parameters are loaded.
 _GENERATOR = torch.Generator()
-
-
-def _get_rng_state(device: Any = None) -> Tensor:
-    return _GENERATOR.get_state()
-
-
-def _set_rng_state(state: Tensor, device: Any = None) -> None:
-    _GENERATOR.set_state(state)
+_RANDOM = ("torch.cuda", "torch.cuda.random")
 
 
 def _no_compile(function: Any = None, **_kwargs: Any) -> Any:
@@ -92,10 +85,6 @@ def _on_host(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def _sizes(sizes: Any) -> list[int] | None:
-    return None if sizes is None else [int(size) for size in sizes]
-
-
 def _all_to_all_single(
     output: Tensor,
     input: Tensor,  # Megatron passes it by this name
@@ -104,9 +93,8 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    return dist.all_to_all_single(
-        output, input.contiguous(), _sizes(output_split_sizes), _sizes(input_split_sizes), group, async_op
-    )
+    output_sizes, input_sizes = (x if x is None else list(map(int, x)) for x in (output_split_sizes, input_split_sizes))
+    return dist.all_to_all_single(output, input.contiguous(), output_sizes, input_sizes, group, async_op)
 
 
 def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -114,8 +102,7 @@ def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, as
     if len({part.shape for part in tensor_list}) == 1:
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
-    longest = max(map(len, tensor_list))
-    padded = tensor.new_zeros(longest, *tensor.shape[1:])
+    padded = tensor.new_zeros(max(map(len, tensor_list)), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     buffers = [torch.empty_like(padded) for _ in tensor_list]
     dist.all_gather(buffers, padded, group)
@@ -158,12 +145,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names"),
     *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"') for name in _FACTORIES),
     # Randomness
-    Patch("torch.cuda.get_rng_state", _get_rng_state, "the model-parallel random state is the GPU's"),
-    Patch("torch.cuda.set_rng_state", _set_rng_state, "as above"),
-    Patch("torch.cuda.random.get_rng_state", _get_rng_state, "as above"),
-    Patch("torch.cuda.random.set_rng_state", _set_rng_state, "as above"),
-    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "as above"),
+    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "the model-parallel random state is the GPU's"),
     Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above"),
+    *(Patch(f"{cuda}.get_rng_state", lambda device=None: _GENERATOR.get_state(), "as above") for cuda in _RANDOM),
+    *(
+        Patch(f"{cuda}.set_rng_state", lambda state, device=None: _GENERATOR.set_state(state), "as above")
+        for cuda in _RANDOM
+    ),
     # Order of execution
     Patch("torch.cuda.Stream", _Stream, "side streams for communication and offload"),
     Patch("torch.cuda.Event", _Stream, "orders streams"),

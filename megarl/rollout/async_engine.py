@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -50,8 +49,7 @@ class SyncGroup:
     ranks_per_node: int
 
     def join(self, rank: int, replica: int | None = None, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
-        """A collective; returns the config, the fleet and the transport of its ranks. `rank`: within an engine's
-        `replica`, or of the trainer."""
+        """A collective; returns config, fleet and transport. `rank`: within an engine's `replica`, or the trainer's."""
         config = Config.model_validate_json(self.config)
         fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
         timeout = timedelta(seconds=config.launch.timeout_s)
@@ -63,10 +61,9 @@ class SyncGroup:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker, whose `rank` is that within the replica. Methods return {"error": text} instead of
-    raising: an exception would end the engine."""
+    """Mixed into vLLM's worker. Methods return {"error": text}, as an exception would end the engine."""
 
-    rank: int
+    rank: int  # within the replica
     sync_publisher: Any = None
 
     def sync_join(self, group: Mapping[str, Any], replica: int, folder: str) -> dict[str, Any]:
@@ -103,8 +100,7 @@ def _reported(call: Any, *values: Any) -> dict[str, Any]:
     try:
         return call(*values)
     except Exception as error:  # noqa: BLE001 (raised by the controller)
-        is_check = isinstance(error, CheckFailed)
-        return {"error": str(error) if is_check else f"{type(error).__name__}: {error}", "is_check": is_check}
+        return {"error": str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"}
 
 
 @dataclass
@@ -134,16 +130,14 @@ class AsyncEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        eager = arguments.is_eager(rollout)
-        if eager:
+        if arguments.is_eager(rollout):
             set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
-        settings = engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code)
         engine_args = AsyncEngineArgs(
             model=str(folder),
             distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **settings,
+            **engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code),
         )
         llm = AsyncLLM.from_engine_args(engine_args)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
@@ -256,11 +250,6 @@ class AsyncEngine:
         return outputs[-1]
 
     # its end
-
-    def close(self) -> None:
-        with suppress(Exception):  # the core may be gone
-            self.llm.shutdown()
-        self.children.end()
 
     async def _check_core(self) -> None:
         """Marks the engine as lost if its core hangs: it answers between two steps, and a sync ends by the time-out."""

@@ -72,9 +72,7 @@ class Engine:
         adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights: of `folder`, only the config is read. `fp8`: the blocks of its linear layers.
-
-        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
-        """
+        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard."""
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
         prefix = _prepare(env)
         from vllm import LLM
@@ -239,8 +237,7 @@ class Engine:
         return [found[number] for number in range(len(prompts))]
 
     def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
-        """Yields, after each step of the engine in which any prompt is finished, their numbers and RequestOutputs,
-        under the ids that the engine uses inside."""
+        """Yields the numbers of the prompts that a step has finished, and RequestOutputs under the engine's own ids."""
         if not prompts:
             return
         with _compiler(self._eager):

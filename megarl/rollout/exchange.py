@@ -150,8 +150,7 @@ def _unframe(data: np.ndarray) -> tuple[Any, dict[str, Tensor]]:
     for name, (kind, shape) in kinds.items():
         dtype = getattr(torch, kind)
         end = offset + dtype.itemsize * math.prod(shape)
-        copy = torch.tensor(data[offset:end])
-        tensors[name], offset = copy.view(dtype).reshape(shape), end
+        tensors[name], offset = torch.tensor(data[offset:end]).view(dtype).reshape(shape), end
     return header, tensors
 
 

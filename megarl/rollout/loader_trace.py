@@ -35,10 +35,8 @@ class LoaderTrace:
 
 @torch.no_grad()
 def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoaderTrace:
-    """Runs the loaders of `model` with every tensor of the checkpoint in `shapes`; restores the model.
-
-    Raises CheckFailed if a parameter is not covered by exact rectangles of HF tensors.
-    """
+    """Runs the loaders of `model` with every tensor of the checkpoint in `shapes`; restores the model. Raises
+    CheckFailed if a parameter is not covered by exact rectangles of HF tensors."""
     modules_by_parameter: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -164,8 +162,7 @@ class _Tracer(TorchDispatchMode):
         if target.numel():
             param, whole = self._parameters[_storage(target)]
             shape, strides = tuple(target.shape), tuple(target.stride())
-            start = (0,) * len(shape)
-            self.fills.append((ShardSlice("", start, shape, param, _offset(target, whole), strides), value))
+            self.fills.append((ShardSlice("", (0,) * len(shape), shape, param, _offset(target, whole), strides), value))
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:

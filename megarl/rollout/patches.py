@@ -17,7 +17,7 @@ adapted; tests/e2e/test_lora.py runs adapters beside experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -25,21 +25,17 @@ from unittest.mock import patch
 import torch
 
 
-@contextmanager
-def segment_names(prefix: str) -> Iterator[None]:
+def segment_names(prefix: str) -> AbstractContextManager[Any]:
     """Within the context, the shared-memory names that vLLM creates start with `prefix`."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    original = _CPUSHMDistributed.make_group_name
+    name = "make_group_name"
+    original = getattr(_CPUSHMDistributed, name)
 
     def named(communicator: Any) -> str:
         return prefix + original(communicator).replace("/", "").lstrip("-")  # segment names cannot contain slashes
 
-    _CPUSHMDistributed.make_group_name = staticmethod(named)
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original)
+    return patch.object(_CPUSHMDistributed, name, staticmethod(named))
 
 
 @contextmanager
@@ -59,16 +55,16 @@ def fp8_kernels() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def moe_without_lora() -> Iterator[None]:
+def moe_without_lora() -> AbstractContextManager[Any]:
     """Within the context, vLLM chooses the kernel of experts as if LoRA were off; on a CPU only."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
-    experts: Any = unquantized_fused_moe_method
-    select = experts.select_unquantized_moe_backend
-    if not torch.cuda.is_available():
-        experts.select_unquantized_moe_backend = lambda moe_config: select(replace(moe_config, is_lora_enabled=False))
-    try:
-        yield
-    finally:
-        experts.select_unquantized_moe_backend = select
+    if torch.cuda.is_available():
+        return nullcontext()
+    name = "select_unquantized_moe_backend"
+    original = getattr(unquantized_fused_moe_method, name)
+
+    def select(moe_config: Any) -> Any:
+        return original(replace(moe_config, is_lora_enabled=False))
+
+    return patch.object(unquantized_fused_moe_method, name, select)

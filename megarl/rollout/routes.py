@@ -45,9 +45,8 @@ class RouteCapture:
         assert full, "no layer attends to all tokens: blocks of a sliding window are freed before the request ends"
         self._group, group = full[0]
         self._layer, self._block = group.layer_names[0], group.kv_cache_spec.block_size
-        slots = cache.num_blocks * self._block
         # pages that no token reached use no memory; slot -1 is that of padding
-        self._table = torch.zeros(slots + 1, len(routers), routers[0].top_k, dtype=self._dtype)
+        self._table = torch.zeros(cache.num_blocks * self._block + 1, len(routers), routers[0].top_k, dtype=self._dtype)
 
     def start(self) -> None:
         if self._table is not None:

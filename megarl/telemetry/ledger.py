@@ -42,10 +42,8 @@ class Ledger:
     _last: int = -1  # of those that were ever settled
     _file: TextIO | None = None
 
-    def open(self, file: Path | None, *, step: int, max_staleness: int = 0) -> None:
-        """From here on events go to `file`, which only rank 0 has; `step` steps are done."""
-        if file is None:
-            return
+    def open(self, file: Path, *, step: int, max_staleness: int = 0) -> None:
+        """From here on events go to `file`; `step` steps are done. Only rank 0 calls it."""
         self._file, state = file.open("a", encoding="utf-8"), self.state()
         self._file.write("\n")  # the process before may have been killed in the middle of a line
         cursor = {"position": state["position"], "settled": _runs(state.get("settled", ()))}

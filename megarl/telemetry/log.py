@@ -69,9 +69,7 @@ class Silent:
 
 class Timeline:
     """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after every flush.
-
-    `seconds` totals the spans of each name in a step; `flush` appends finished spans to the file.
-    """
+    `seconds` totals the spans of each name in a step."""
 
     def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -157,6 +155,7 @@ class Telemetry:
         self._file = folder / "metrics.jsonl"
         forget_steps(self._file, start)
         self._timeline = Timeline(folder / "timeline.json")
+        self.span = self._timeline.span
         self._trackers = Trackers(config, start=start)
         self._gpus = open_gpus(gpu_uuids)
         self._progress = ProgressDisplay(
@@ -172,9 +171,6 @@ class Telemetry:
         with self._timeline.span(f"step {step}"):
             yield partial(self._write, step)
         self._timeline.flush()
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return self._timeline.span(name)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds peaks to the current step, or to the first one before it begins; the largest of a name counts."""

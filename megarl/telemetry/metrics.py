@@ -29,9 +29,7 @@ OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys, without values.
-
-    The fraction of groups without spread and the count of singletons are over all generated groups, before filtering.
-    """
+    Groups without spread and singletons are counted before filtering."""
     metrics = {**_sample_metrics(rollout.groups), "rollout/digest": rollout.digest, **rollout.counts}
     if not (generated := rollout.generated):
         return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)

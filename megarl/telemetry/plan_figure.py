@@ -44,8 +44,7 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
     picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
-    label = "bytes sent (left) and received (right) per GPU in one sync, min to max"
-    picture.supxlabel(label, color=FAINT, fontsize=9)
+    picture.supxlabel("bytes sent (left) and received (right) per GPU in one sync, min to max", color=FAINT, fontsize=9)
     picture.savefig(file, dpi=130)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.load import flat
 from megarl.platform.atomic import replacing, write_atomic
 from megarl.telemetry.curves import (
     COLOURS,
@@ -39,10 +40,7 @@ NUM_SAMPLES = 4  # shown, of the best and of the worst
 
 
 def write_report(folder: Path) -> Path:
-    """Writes report.png and report.html of the run in `folder`; returns the path of report.html.
-
-    Raises FileNotFoundError if no step has finished.
-    """
+    """Writes report.png and report.html, whose path it returns. Raises FileNotFoundError if no step has finished."""
     rows, evaluations = _read(folder)
     panels, last = run_panels(rows, evaluations), rows[-1]
     layout = f", layout {last['layout']}, world size {last.get('world_size')}" if "layout" in last else ""
@@ -65,10 +63,8 @@ def write_report(folder: Path) -> Path:
 
 
 def write_comparison(folders: Sequence[Path]) -> Path:
-    """Writes compare.html beside the first run; returns its path.
-
-    Raises ValueError for fewer than two runs, FileNotFoundError if no step of a run has finished.
-    """
+    """Writes compare.html beside the first run; returns its path. Raises ValueError for fewer than two runs,
+    FileNotFoundError if no step of a run has finished."""
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(f"--compare {' '.join(map(str, folders))}: pass at least two runs, each once")
     is_unique = len({folder.name for folder in folders}) == len(folders)
@@ -118,7 +114,8 @@ def _settings(file: Path) -> dict[str, str]:
         text = file.read_text(encoding="utf-8")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has aliases")
-        return _flat(yaml.safe_load(text))
+        values = flat(yaml.safe_load(text))
+        return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values}
     except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         _warn_left_out(file, error)
         return {}
@@ -127,16 +124,6 @@ def _settings(file: Path) -> dict[str, str]:
 def _warn_left_out(file: Path, error: Exception) -> None:
     text = " ".join(str(error).split())[:200]
     print(f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}", file=sys.stderr)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return flat
 
 
 def _sample_sections(folder: Path) -> list[str]:
@@ -150,10 +137,9 @@ def _sample_sections(folder: Path) -> list[str]:
     samples = sorted(unique.values(), key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
     middle = (len(samples) + 1) // 2
     best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
-    sections = (("Best", best), ("Worst", worst[::-1]))
     return [
         f"<h2>{title} samples of step {step}</h2><div class=samples>{''.join(map(_sample, part))}</div>"
-        for title, part in sections
+        for title, part in (("Best", best), ("Worst", worst[::-1]))
         if part
     ]
 

@@ -27,18 +27,15 @@ def sample_files(folder: Path) -> dict[int, Path]:
 
 
 def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[int]:
-    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter the lowest.
-
-    The rest is random. The choice depends only on the rewards and the seed; ties are broken at random.
-    """
+    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter the lowest; the
+    rest, and the choice among equals, is random. It depends only on the rewards and the seed."""
     random = Random(seed)
     order = random.sample(range(len(samples)), len(samples))
     if len(samples) > count:
         order.sort(key=lambda index: samples[index].reward or 0.0)  # stable
         best = -(-count // 4)
         worst = min(best, count - best)
-        middle = order[worst:-best]
-        order = order[:worst] + order[-best:] + random.sample(middle, count - best - worst)
+        order = order[:worst] + order[-best:] + random.sample(order[worst:-best], count - best - worst)
     return sorted(order)
 
 

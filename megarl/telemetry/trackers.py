@@ -105,8 +105,7 @@ class TensorBoard:
 class WandB:
     """A run resumes under the id in the run directory.
 
-    Online, W&B keeps the first values of repeated steps. Offline, it cannot append, so the files of a resumed run
-    contain the earlier steps as well.
+    Online, W&B keeps the first values of repeated steps; offline it cannot append: a resumed run writes earlier ones.
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any], *, start: int) -> None:

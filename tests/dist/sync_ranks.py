@@ -159,7 +159,8 @@ class Reference:
     def measure(self, batch: TokenBatch) -> Measured:
         rows = batch.tokens.split(batch.cu_seqlens.diff().tolist())
         logprobs_T = torch.cat([torch.cat([self.logprobs(row[None])[0], torch.zeros(1)]) for row in rows])
-        return Measured(logprobs_T[batch.mask], Quantiles(1.0, 1.0, 1.0, 1))  # a bound is set
+        floor = Quantiles(1.0, 1.0, 1.0, 1)  # a bound is set
+        return Measured(logprobs_T[batch.mask], floor, floor)
 
     def errors(self, samples: Sequence[Sample], temperature: float) -> Tensor:
         rows = [

@@ -178,14 +178,14 @@ SPLIT = [
     ("platform/children.py", "Path(name).unlink()", "pass", CHILDREN),
     (
         "rollout/exchange.py",
-        "copy = torch.tensor(data[offset:end])",
-        "copy = torch.from_numpy(data[offset:end])",
+        "torch.tensor(data[offset:end]).view(dtype)",
+        "torch.from_numpy(data[offset:end]).view(dtype)",
         BATCH,
     ),
     (
         "rollout/exchange.py",
-        "tensors[name], offset = copy.view(dtype).reshape(shape), end",
-        "tensors[name], offset = copy.view(dtype), end",
+        ".view(dtype).reshape(shape), end",
+        ".view(dtype), end",
         BATCH,
     ),
     (

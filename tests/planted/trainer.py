@@ -325,8 +325,8 @@ TRAINER = [
     ),
     (
         "launch/parity.py",
-        "if has_tokens[row] and row != first]",
-        "if row != first]",
+        "enumerate(masks) if mask_L.any()]",
+        "enumerate(masks)]",
         "unit/launch/test_parity.py::test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst",
     ),
     (

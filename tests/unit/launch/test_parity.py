@@ -47,7 +47,7 @@ class Trainer:
 
     def __call__(self, batch: TokenBatch) -> Measured:
         self.batches.append(batch)
-        return Measured(logprob(batch.tokens, batch.labels)[batch.mask], self.floor)
+        return Measured(logprob(batch.tokens, batch.labels)[batch.mask], self.floor, self.floor)
 
 
 def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
@@ -155,11 +155,11 @@ def test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst() -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     values = {"tokens": tokens_T, "labels": tokens_T + 1, "mask": mask, "cu_seqlens": cu_seqlens, "temperature": 0.7}
     batch = scored(4, **values, rollout_logprobs=-tokens_T.float())
-    few, logprobs_T = sampled_rows(batch, 2, first=3)
+    few = sampled_rows(batch, 2, first=3)
     assert few.tokens.tolist() == [6, 7, 8, 9, 0, 1] and few.cu_seqlens.tolist() == [0, 4, 6]
-    assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and logprobs_T.tolist() == [-6, -7, -8, -9, 0, -1]
+    assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and few.rollout_logprobs.tolist() == [-6, -7, -8, -9, 0, -1]
     assert few.mask.tolist() == [False, True, True, False, True, False]
-    assert sampled_rows(batch, 8)[0].tokens.tolist() == [0, 1, 5, 6, 7, 8, 9], "row 1 has no sampled token"
+    assert sampled_rows(batch, 8).tokens.tolist() == [0, 1, 5, 6, 7, 8, 9], "row 1 has no sampled token"
 
 
 @dataclass

@@ -151,11 +151,11 @@ def test_the_command_line_refuses_and_confirms(tmp_path: Path, monkeypatch: pyte
 def test_a_full_disk_is_said_once(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """By the run that ended by it, not again for its report."""
 
-    def full(_folders: object) -> None:
+    def full(_folder: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cli, "_launch", lambda *_: code)
-    monkeypatch.setattr(cli, "_report", full)
+    monkeypatch.setattr("megarl.telemetry.report.write_report", full)
     common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
     assert main(common) == 3
     assert capsys.readouterr().err.count(f"the disk of {tmp_path / 'run'}") == (code == 0)

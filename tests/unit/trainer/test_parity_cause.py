@@ -155,26 +155,26 @@ def search(trainer: Trainer, plant: Plant, *, is_compiled: bool = False) -> tupl
 @pytest.mark.parametrize("case", CAUSES)
 def test_what_differs_by_itself_is_named_and_what_follows_is_not(trainer: Trainer, case: str) -> None:
     plant, cause = CAUSES[case]
-    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    batch = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, plant)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) == cause
 
 
 def test_an_engine_that_agrees_has_no_cause(trainer: Trainer) -> None:
-    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    batch = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, healthy)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) is None
 
 
 def test_a_compiled_engine_cannot_be_seen(trainer: Trainer) -> None:
-    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    batch = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, changed("output_layer"), is_compiled=True)
     assert found.find(batch, measure_logprobs(trainer, batch).floor) is None
 
 
 @pytest.mark.parametrize(("temperature", "sampled"), [(0.7, 0.63), (1.0, 1.3)])
 def test_another_temperature_is_named(trainer: Trainer, temperature: float, sampled: float) -> None:
-    batch, _ = sampled_rows(make_batch(num_rows=8, temperature=temperature), 8)
+    batch = sampled_rows(make_batch(num_rows=8, temperature=temperature), 8)
     found, engine = search(trainer, healthy)
     rollout_T = engine.sampled(replace(batch, temperature=sampled))
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, rollout_T)
@@ -185,7 +185,7 @@ def test_another_temperature_is_named(trainer: Trainer, temperature: float, samp
 
 
 def test_a_temperature_may_leave_what_rounding_explains(trainer: Trainer) -> None:
-    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    batch = sampled_rows(make_batch(num_rows=8), 8)
     found, engine = search(trainer, healthy)
     rollout_T = engine.sampled(replace(batch, temperature=0.9))
     off_K = (rollout_T - engine.sampled(batch))[batch.mask].double()
@@ -199,7 +199,7 @@ def test_a_temperature_may_leave_what_rounding_explains(trainer: Trainer) -> Non
 
 
 def test_tokens_that_agree_when_scored_again_point_to_decoding(trainer: Trainer) -> None:
-    batch, _ = sampled_rows(make_batch(num_rows=8), 8)
+    batch = sampled_rows(make_batch(num_rows=8), 8)
     found, engine = search(trainer, healthy)
     wrong_T = engine.sampled(batch) + torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, wrong_T)
