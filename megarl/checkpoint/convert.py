@@ -23,10 +23,12 @@ from torch import Tensor
 
 from megarl.checkpoint.conversion_map import OutputFile, Source
 from megarl.checkpoint.hf_files import HfTarget, copy_model_files
-from megarl.checkpoint.pickles import load_pickle
+from megarl.checkpoint.pickles import read_pickle
 from megarl.checkpoint.torch_dist import MegatronTarget
 from megarl.platform.atomic import sync_path, write_atomic
+from megarl.platform.disk import causes
 from megarl.types import CheckFailed
+from megarl.weights.plan import first_few
 
 READERS = 2  # threads, and parameters read ahead of the writer
 RECORDS, CHECKSUMS = ".records", "checksums.megarl"
@@ -139,7 +141,7 @@ class Conversion:
             return f"the written files cannot be read back: {error}"
         remedy = "run the conversion again, and check the disk and the memory if it fails twice"
         wrong = [name for name in expected if (expected[name] - actual[name]) % (1 << 64)]
-        return f"{staging}: {_some(wrong)} differ from the source when read back; {remedy}" if wrong else ""
+        return f"{staging}: {first_few(wrong)} differ from the source when read back; {remedy}" if wrong else ""
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
@@ -149,17 +151,12 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
         shutil.rmtree(staging, ignore_errors=True)
         known.parent.mkdir(parents=True)
         write_atomic(known, identity)
-    records = {path.stem: _read_record(path) for path in known.parent.glob("*.pickle")}
+    records = {path.stem: read_pickle(path) for path in known.parent.glob("*.pickle")}
     return {name: record for name, record in records.items() if (staging / name).is_file()}
 
 
 def _hexadecimal(checksums: Counter[str]) -> dict[str, str]:
     return {name: f"{value % (1 << 64):016x}" for name, value in checksums.items()}
-
-
-def _read_record(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return load_pickle(stream)
 
 
 def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:
@@ -183,11 +180,7 @@ def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
     made = {line[18:]: line[:16] for line in (source / CHECKSUMS).read_text().splitlines()}
     remedy = f"according to {CHECKSUMS}; create it again, or remove {CHECKSUMS} if the change is intended"
     wrong = [name for name, value in checksums.items() if made.get(name) != value]
-    return f"{source}: {_some(wrong)} changed since the folder was created, {remedy}" if wrong else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{source}: {first_few(wrong)} changed since the folder was created, {remedy}" if wrong else ""
 
 
 @contextmanager
@@ -196,9 +189,6 @@ def _disk_errors(path: Path, tensor: Callable[[], str] | None = None) -> Iterato
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps its stream's error
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        reason = cause.strerror if isinstance(cause, OSError) else str(error)
+        reason = next((cause.strerror for cause in causes(error) if isinstance(cause, OSError)), str(error))
         during = f" while writing {tensor()}" if tensor else ""
         raise CheckFailed(f"{path}: {reason}{during}; fix this and run the same command again to resume") from error

@@ -46,10 +46,8 @@ def export_hf(
     changes: Mapping[str, Mapping[str, Any]] | None = None,  # file: keys that differ from the origin's
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `folder` completely or not at all, replacing an older one; all ranks call it.
-
-    Raises CheckFailed on all ranks if a tensor is missing or arrives corrupted.
-    """
+    """A collective. Writes `folder` completely or not at all, replacing an older one. Raises CheckFailed, on all ranks,
+    if a tensor is missing or arrives corrupted."""
     staging = folder.with_name(f".{folder.name}.part")
     if transport.rank == 0:
         _begin(staging, origin, changes or {}, is_plain=not storage.names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -17,12 +16,13 @@ from torch import Tensor
 
 from megarl.checkpoint import hf_folder
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
-from megarl.checkpoint.hf_folder import HfFolder, bytes_of, hf_source, lead_axis, split_by_size, view, without_pairs
+from megarl.checkpoint.hf_folder import HfFolder, bytes_of, hf_source, lead_axis, split_by_size, without_pairs
 from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
 from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice, whole_tensor
 from megarl.platform.atomic import write_atomic
 from megarl.platform.json_text import parse_json
+from megarl.weights.execute import strided_view
 from megarl.weights.quantize import PLAIN, Storage
 
 
@@ -32,12 +32,11 @@ class HfFile:
     def __init__(self, file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         """Create the file for tensors of these dtypes (safetensors' names) and shapes, in this order."""
         header, end = {"__metadata__": {"format": "pt"}}, 0
-        self._offsets: dict[str, int] = {}
-        self._shapes = {name: shape for name, (_, shape) in tensors.items()}
+        self._places: dict[str, tuple[int, tuple[int, ...]]] = {}  # offset and shape of each tensor
         for name, (dtype, shape) in tensors.items():
             begin, end = end, end + prod(shape) * ITEM_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
-            self._offsets[name] = begin
+            self._places[name] = begin, shape
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
         self._data = 8 + len(text)
@@ -46,14 +45,14 @@ class HfFile:
 
     def write(self, box: ShardSlice, parameter: Tensor) -> None:
         """Write the slice of `parameter` to [start, start + shape) of `box.name`, which is contiguous in the file."""
-        full = self._shapes[box.name]
+        begin, full = self._places[box.name]
         start, shape = without_pairs(box, len(full))
-        elements = view(parameter, box)
+        elements = strided_view(parameter, box)
         assert shape[lead_axis(shape) + 1 :] == full[lead_axis(shape) + 1 :], (
             f"{box} is not contiguous in a tensor of shape {full}"
         )
-        offset = self._offsets[box.name] + hf_folder.position(start, full) * elements.itemsize
-        self._write(bytes_of(elements.contiguous()), self._data + offset)
+        offset = self._data + begin + hf_folder.position(start, full) * elements.itemsize
+        self._write(bytes_of(elements.contiguous()), offset)
 
     def close(self) -> None:
         """Flush to disk and close."""
@@ -114,20 +113,17 @@ class HfTarget:
             result = flat.clone() if result is flat else result
             back = self._storage.round(matrix)
             for box in boxes:
-                view(result, box).copy_(_inside(back, box, len(index)))
+                strided_view(result, box).copy_(_inside(back, box, len(index)))
         return result
 
     def _matrices(self, param: str, flat: Tensor) -> Iterator[tuple[str, tuple[int, ...], Tensor, list[ShardSlice]]]:
         """Yields the quantised matrices that are in a parameter: the tensor, the matrix's index in it, and slices."""
-        by_name: dict[str, list[ShardSlice]] = defaultdict(list)
-        for box in self._map.hf_slices[param]:
-            if box.name in self._storage.names:
-                by_name[box.name].append(box)
-        for name, boxes in by_name.items():
+        for name in (name for name in self._names([param]) if name in self._storage.names):
+            boxes = [box for box in self._map.hf_slices[param] if box.name == name]
             *lead, rows, columns = self._map.hf_shapes[name]
             matrix = torch.empty(rows, columns, dtype=flat.dtype)
             for box in boxes:
-                _inside(matrix, box, len(lead)).copy_(view(flat, box))
+                _inside(matrix, box, len(lead)).copy_(strided_view(flat, box))
             yield name, boxes[0].start[: len(lead)], matrix, boxes
 
     def finish(self, folder: Path, results: list[None]) -> None:

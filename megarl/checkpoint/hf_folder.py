@@ -21,6 +21,7 @@ from megarl.models.config_json import read_config
 from megarl.models.formats import BlockFormat, as_stored, coarse, matrix_ranges
 from megarl.models.headers import INDEX, read_headers
 from megarl.models.shards import ShardSlice
+from megarl.weights.execute import strided_view
 from megarl.weights.quantize import DTYPES, PLAIN, Storage, dequantize
 
 BLOCK_BYTES = 8 << 20
@@ -31,10 +32,8 @@ Item = TypeVar("Item")
 
 
 class HfFolder:
-    """A folder open for reading, by several threads if needed. Raises ValueError if it is incomplete.
-
-    Weights in a block format are dequantised while they are read.
-    """
+    """A folder open for reading, also by several threads; weights in a block format are dequantised while they are
+    read. Raises ValueError if it is incomplete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,19 +78,17 @@ class HfFolder:
         return Storage(replace(self.format, scale_dtype=scale_dtype), self.quantized)
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Copy [start, start + shape) of tensor `box.name` to where it lies in `parameter`, block by block.
-
-        Raises ValueError if the folder lacks the tensor or it is smaller.
-        """
+        """Copies the slice to where it lies in `parameter`, block by block. Raises ValueError if the folder lacks the
+        tensor or it is smaller."""
         if box.name in self.quantized and self.format is not None:
             dims = self._dims(box.name, self.format)
             for block in row_blocks(as_stored(box, self.format, dims), 16 * parameter.itemsize):  # temporaries are fp32
-                self._dequantize(block, view(parameter, block), self.format)
+                self._dequantize(block, strided_view(parameter, block), self.format)
             return
         if box.name not in self.tensors:
             raise ValueError(f"{self.folder} has no tensor {box.name}; use a folder with all *.safetensors files")
         for block in row_blocks(box, parameter.itemsize):
-            self._read(block, view(parameter, block))
+            self._read(block, strided_view(parameter, block))
 
     def _dequantize(self, box: ShardSlice, target: Tensor, fmt: BlockFormat) -> None:
         """Fills `target` from a slice as it is stored: reads its items, and the scales of the blocks it touches."""
@@ -148,11 +145,9 @@ class HfFolder:
 
 @torch.no_grad()
 def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path) -> None:
-    """Fill `parameters` (local Megatron names) from `folder`; padding rows of the vocabulary become zero.
-
-    A value head (`score.`) that the folder lacks stays as it is. Raises ValueError if another tensor is missing, or
-    one has another shape or is quantised in an unknown format.
-    """
+    """Fills `parameters`, by local Megatron names; padding rows of the vocabulary become zero, and a value head
+    (`score.`) that the folder lacks stays as it is. Raises ValueError if another tensor is missing, has another shape
+    or is quantised in an unknown format."""
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
     for part in slices:
         by_param[part.param].append(part)
@@ -181,7 +176,7 @@ def _assert_covered(name: str, parameter: Tensor, slices: list[ShardSlice]) -> N
     assert parameter.is_contiguous(), f"{name} is not contiguous"
     count = torch.zeros(parameter.shape, dtype=torch.int8, device="cpu")
     for part in slices:
-        view(count, part).add_(1)
+        strided_view(count, part).add_(1)
     assert count.numel() == 0 or count.max() <= 1, f"{name}: an element is in two slices"
     if not name.endswith(_PADDED):
         assert count.numel() == 0 or count.min() == 1, f"{name}: an element is in no slice"
@@ -229,11 +224,6 @@ def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], i
         groups[-1].append(item)
         filled += size
     return groups
-
-
-def view(parameter: Tensor, box: ShardSlice) -> Tensor:
-    """The slice as a view of a contiguous parameter."""
-    return parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
 
 
 def lead_axis(shape: Sequence[int]) -> int:

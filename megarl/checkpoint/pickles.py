@@ -68,6 +68,11 @@ def load_pickle(stream: IO[bytes]) -> Any:
     return SafeUnpickler(stream).load()
 
 
+def read_pickle(file: Path) -> Any:
+    with file.open("rb") as stream:
+        return load_pickle(stream)
+
+
 def load_object(stream: IO[bytes], file: str) -> Any:
     """Loads what torch.save wrote. Raises ValueError, naming `file`."""
     try:
@@ -87,8 +92,7 @@ def check_pickles(folder: Path) -> None:
     """Loads all but the tensors of a checkpoint. Raises ValueError naming the file that is unsafe or damaged."""
     file = folder / ".metadata"
     try:
-        with file.open("rb") as stream:
-            metadata = load_pickle(stream)
+        metadata = read_pickle(file)
         files = {path.name for path in folder.glob("*.distcp")}
         for index, place in metadata.storage_data.items():
             if place.relative_path not in files:

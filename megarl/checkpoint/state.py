@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from pathlib import Path
@@ -39,12 +39,10 @@ from megarl.weights.transports.values import gather_values
 class Trained(Protocol):
     """The parts of a trainer that a checkpoint saves."""
 
-    @property
-    def model(self) -> Sequence[Any]: ...  # Megatron's DistributedDataParallel of each chunk of this stage
-    @property
-    def optimizer(self) -> MegatronOptimizer: ...
-    @property
-    def scheduler(self) -> Any: ...  # state_dict, load_state_dict
+    model: list[Any]  # Megatron's DistributedDataParallel of each chunk of this stage
+    optimizer: MegatronOptimizer
+    scheduler: Any  # its `step`
+
     @property
     def base_checksums(self) -> Any: ...  # of frozen weights, which are not saved: name -> (elements, checksum)
 
@@ -126,7 +124,7 @@ class Checkpoints:
         with self.further.onloaded():
             for prefix, trained in self._models().items():
                 rank_state.allocate_unused(trained.optimizer)
-                common[f"{prefix}schedule"] = trained.scheduler.state_dict()
+                common[f"{prefix}schedule"] = {"step": trained.scheduler.step}
                 common[f"{prefix}base"] = dict(trained.base_checksums)
                 scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[0].state_dict()
                 tensors += rank_state.host_copies(_chunks(trained), trained.optimizer, prefix=prefix)
@@ -161,10 +159,8 @@ class Checkpoints:
         self._saved = step
 
     def restore(self, resume: str) -> tuple[int, ObjectiveState]:
-        """Resume from "auto" (the newest complete checkpoint, if any), "never", or a checkpoint's folder.
-
-        Returns (steps done, objective's state). Raises ValueError if the named folder, or every one, is incomplete.
-        """
+        """Resumes from "auto" (the newest complete checkpoint, if any), "never", or a folder. Returns (steps done,
+        objective's state). Raises ValueError if the named folder, or every one, is incomplete."""
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(".step_*.part"):  # left by runs that were killed
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -192,7 +188,7 @@ class Checkpoints:
             for number, chunk in enumerate(_chunks(trained)):
                 name = f"{prefix}objects{number}"
                 chunk.load_state_dict(loaded[name] if name in objects else {}, strict=False)
-            trained.scheduler.load_state_dict(common[f"{prefix}schedule"])
+            trained.scheduler.step = common[f"{prefix}schedule"]["step"]
         self.prompts.restore(common["prompts"])
         for name, part in self.further.states.items():
             part.restore(common["states"][name])

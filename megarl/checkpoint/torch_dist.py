@@ -36,9 +36,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, StoredTensors
-from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size, view
+from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size
 from megarl.checkpoint.pickles import UnsafePickleError
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, whole_tensor
+from megarl.weights.execute import strided_view
 
 OTHER_MODELS = CRITIC, REWARD_MODEL, REFERENCE = "critic.", "reward_model.", "reference."  # begin names of tensors
 
@@ -48,15 +49,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, ShardSlice]]:
-    """(parameter or buffer, a tensor that Megatron saves of it, where that lies in it) of this rank's part of `model`.
-
-    Gate and up of a fused linear are stored separately.
-    """
+    """Yields (parameter or buffer, a tensor that Megatron saves of it, where that lies in it) of this rank's part of
+    `model`; gate and up of a fused linear are two tensors."""
     if "stored_parts" in vars(model):  # of LoRA: its adapters only, under the names that they have in a PEFT folder
         for tensor, box, shape, replica in vars(model)["stored_parts"]:
             split = tuple(whole // size for whole, size in zip(shape, box.shape, strict=True))
             sizes = (box.shape, shape, box.start, split)
-            shard = ShardedTensor(box.name, view(tensor, box), tensor.dtype, *sizes, replica_id=(0, replica, 0))
+            shard = ShardedTensor(box.name, strided_view(tensor, box), tensor.dtype, *sizes, replica_id=(0, replica, 0))
             yield tensor, shard, box
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -68,9 +67,8 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
             if isinstance(shard, ShardedTensor):
                 shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
                 offset = int(cast(Tensor, shard.data).storage_offset() - tensors[name].storage_offset())
-                strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-                box = ShardSlice(shard.key, tuple(shard.global_offset), shape, param, offset, strides)
-                yield tensors[name], shard, box
+                box = whole_tensor(shard.key, shape)
+                yield tensors[name], shard, replace(box, start=tuple(shard.global_offset), param=param, offset=offset)
 
 
 def _sharded_state(model: Any) -> dict[str, Any]:
@@ -84,8 +82,7 @@ def _sharded_state(model: Any) -> dict[str, Any]:
 
 def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedObject]:
     """Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
-    sharded = _sharded_state(model)
-    objects = {name: entry for name, entry in sharded.items() if isinstance(entry, ShardedObject)}
+    objects = {name: entry for name, entry in _sharded_state(model).items() if isinstance(entry, ShardedObject)}
     return {name: replace(entry, key=prefix + entry.key) for name, entry in objects.items()}
 
 
@@ -162,7 +159,7 @@ class MegatronFolder:
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
         try:
-            self._reader.read_data(LoadPlan(items), _IntoTensor(view(parameter, box)))
+            self._reader.read_data(LoadPlan(items), _IntoTensor(strided_view(parameter, box)))
         except Exception as error:  # a damaged chunk can fail in as many ways as a zip file
             places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
             files = ", ".join(str(self._folder / place) for place in sorted(places))
@@ -222,7 +219,7 @@ class MegatronTarget:
     def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
-        chunks = (view(flat, box) for param, flat in params for box in self._chunks(param))
+        chunks = (strided_view(flat, box) for param, flat in params for box in self._chunks(param))
         return writer.write_data(plan, _StreamedChunks(chunks)).wait()
 
     def rounded(self, param: str, flat: Tensor) -> Tensor:

@@ -41,12 +41,8 @@ class CauseSearch:
     eps: float  # relative rounding error of a sublayer
 
     def find(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None:
-        """Returns the cause, as the end of a sentence; None if it is not found.
-
-        Args:
-            batch: a few rows; `rollout_logprobs_T` is what the engine sampled them with, at the batch's temperature.
-            floor: what rounding explains on these tokens.
-        """
+        """Returns the cause, as the end of a sentence; None if it is not found. `floor`: what rounding explains on the
+        few rows of `batch`; `rollout_logprobs_T`: of the engine when it sampled them, at the batch's temperature."""
         batch_1 = replace(batch, temperature=1.0)
         logprobs_T, _ = self._run(batch_1)
         scores = self.transport.gather(_padded(self.engine.score(_rows(batch_1))))  # [T] of each rank's engine

@@ -63,14 +63,8 @@ def record_outputs(
     names: Sequence[str],
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """A context manager for one call of `trainer.forward(batch)`.
-
-    Args:
-        modules: those of this rank; `names` has those of all ranks.
-        replaced: [T, H], used instead of the output of a module.
-
-    Yields [names, T, 8] fp64 on the CPU, filled when the context exits, the same on every rank.
-    """
+    """A context for one call of `trainer.forward(batch)`. Yields [names, T, 8] fp64 on the CPU, filled on exit, equal
+    on all ranks. `modules`: those of `names` that this rank has; `replaced`: [T, H] instead of a module's output."""
     projection_H8 = fixed_projections(trainer.shape.hidden)
     outputs_NT8 = torch.zeros(len(names), batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
     microbatches, tensor = trainer.microbatches(batch), trainer.layout.tp
@@ -110,9 +104,7 @@ def record_outputs(
 @contextmanager
 def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None]:
     """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in [-eps, eps].
-
-    Repeating a forward pass measures nothing: on a CPU it is bit-equal.
-    """
+    Repeating a forward pass would measure nothing: on a CPU it is bit-equal."""
     seed = draw * trainer.layout.world + trainer.layout.rank
     random: dict[torch.device, torch.Generator] = {}
 

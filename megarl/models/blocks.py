@@ -5,6 +5,7 @@ In Transformer Engine's layer spec a norm is fused into the linear layer that fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,8 @@ def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
     return Table(embedding=(embedding,), head=(norm, head), **groups)
 
 
-def attention(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
-    """Returns the rules of grouped-query attention and the norm before it."""
+def attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
+    """Yields the rules of grouped-query attention and the norm before it."""
     hf, mc = HF + "self_attn.", MC + "self_attention."
 
     def qkv(kind: str, rest: tuple[int, ...]) -> Qkv:
@@ -53,19 +54,17 @@ def attention(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
         return Qkv((q, k, v), mc + "linear_qkv." + kind, shape.heads, shape.kv_heads, shape.head_dim, rest)
 
     norm = "self_attention.linear_qkv.layer_norm_weight" if spec == "te" else "input_layernorm.weight"
-    rules: list[Rule] = [Replicated(HF + "input_layernorm.weight", MC + norm, (shape.hidden,))]
-    rules.append(qkv("weight", (shape.hidden,)))
+    yield Replicated(HF + "input_layernorm.weight", MC + norm, (shape.hidden,))
+    yield qkv("weight", (shape.hidden,))
     if shape.qkv_bias:
-        rules.append(qkv("bias", ()))
-    if shape.qk_norm:
-        rules += [Replicated(f"{hf}{x}_norm.weight", f"{mc}{x}_layernorm.weight", (shape.head_dim,)) for x in "qk"]
-    size = (shape.hidden, shape.heads * shape.head_dim)
-    rules.append(ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", size))
+        yield qkv("bias", ())
+    for x in "qk" if shape.qk_norm else "":
+        yield Replicated(f"{hf}{x}_norm.weight", f"{mc}{x}_layernorm.weight", (shape.head_dim,))
+    yield ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", (shape.hidden, shape.heads * shape.head_dim))
     if shape.out_bias:
-        rules.append(Replicated(hf + "o_proj.bias", mc + "linear_proj.bias", (shape.hidden,)))
+        yield Replicated(hf + "o_proj.bias", mc + "linear_proj.bias", (shape.hidden,))
     if shape.sinks:
-        rules.append(ShardDim0(hf + "sinks", mc + "core_attention.softmax_offset", (shape.heads,)))
-    return tuple(rules)
+        yield ShardDim0(hf + "sinks", mc + "core_attention.softmax_offset", (shape.heads,))
 
 
 def dense_mlp(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
@@ -77,21 +76,18 @@ def dense_mlp(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
     )
 
 
-def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:
-    """Returns the rules of an expert layer's norm, router and shared experts."""
+def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> Iterator[Rule]:
+    """Yields the rules of an expert layer's norm, router and shared experts."""
     mc, router = MC + "mlp.", f"{HF}{names.block}{names.router}."
-    rules: list[Rule] = [
-        Replicated(HF + "post_attention_layernorm.weight", MC + "pre_mlp_layernorm.weight", (shape.hidden,)),
-        Replicated(router + "weight", mc + "router.weight", (shape.experts, shape.hidden)),
-    ]
+    yield Replicated(HF + "post_attention_layernorm.weight", MC + "pre_mlp_layernorm.weight", (shape.hidden,))
+    yield Replicated(router + "weight", mc + "router.weight", (shape.experts, shape.hidden))
     if shape.router.linear_bias:
-        rules.append(Replicated(router + "bias", mc + "router.bias", (shape.experts,)))
+        yield Replicated(router + "bias", mc + "router.bias", (shape.experts,))
     if shape.router.expert_bias:
-        rules.append(Replicated(router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,)))
+        yield Replicated(router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,))
     if width := shape.shared_intermediate:
         hf, shared = f"{HF}{names.block}shared_experts.", mc + "shared_experts.{linear}.weight"
-        rules += _swiglu(shape.hidden, width, hf, shared)
-    return tuple(rules)
+        yield from _swiglu(shape.hidden, width, hf, shared)
 
 
 def experts(shape: ModelShape, spec: LayerSpec, names: ExpertNames = ExpertNames()) -> tuple[Rule, ...]:

@@ -34,22 +34,19 @@ class ConfigReader:
         if self.raw.get(key) is None and self.raw.get(alias) is not None:
             key = alias
         value = self._get(key, default)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise self._refused(key, value, "an integer of at least 1, below 2**31")
-        return value
+        is_valid = type(value) is int and 1 <= value < 2**31
+        return self._checked(key, value, is_valid, "an integer of at least 1, below 2**31")
 
     def count(self, key: str, default: int | None = 0) -> int:
         if (value := self._get(key, default)) is None:
             return 0
-        if type(value) is not int or not 0 <= value < 2**31:
-            raise self._refused(key, value, "a non-negative integer below 2**31, or null")
-        return value
+        is_valid = type(value) is int and 0 <= value < 2**31
+        return self._checked(key, value, is_valid, "a non-negative integer below 2**31, or null")
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._refused(key, value, "a number above 0")
-        return float(value)
+        is_valid = type(value) in (int, float) and 0 < value < math.inf
+        return float(self._checked(key, value, is_valid, "a number above 0"))
 
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.raw.get(key, default))
@@ -57,8 +54,8 @@ class ConfigReader:
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise self._refused(key, value, "a token id, or a list of token ids")
+        is_valid = all(type(token) is int and token >= 0 for token in ids)
+        self._checked(key, value, is_valid, "a token id, or a list of token ids")
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
@@ -95,8 +92,7 @@ class ConfigReader:
         """
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
         values = self._get(key, {})
-        if not isinstance(values, Mapping):
-            raise self._refused(key, values, "an object, or null")
+        self._checked(key, values, isinstance(values, Mapping), "an object, or null")
         inner = ConfigReader(values, f"{self.where}: {key}")
         kind = values.get("rope_type", values.get("type", "default"))
         if kind not in kinds:
@@ -125,8 +121,10 @@ class ConfigReader:
             raise ValueError(f"{self.where} has no {key!r}; choose a folder with a complete config.json")
         return default if (value := self.raw.get(key)) is None else value
 
-    def _refused(self, key: str, value: Any, wanted: str) -> ValueError:
-        return self.error(f"{key}={json.dumps(value)[:80]} is invalid; it must be {wanted}")
+    def _checked(self, key: str, value: Any, is_valid: bool, wanted: str) -> Any:
+        if not is_valid:
+            raise self.error(f"{key}={json.dumps(value)[:80]} is invalid; it must be {wanted}")
+        return value
 
 
 def read_config(file: Path) -> ConfigReader:

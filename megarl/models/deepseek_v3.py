@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ def read_experts(config: ConfigReader) -> dict[str, Any]:
 
 
 def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return moe_table(shape, spec, padded_vocab, latent_attention(shape, spec))
+    return moe_table(shape, spec, padded_vocab, tuple(latent_attention(shape, spec)))
 
 
 def moe_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: tuple[Rule, ...]) -> Table:
@@ -58,31 +58,26 @@ def moe_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: 
     )
 
 
-def latent_attention(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
-    """Returns the rules of latent attention, whose down projections are replicated in both layer specs."""
+def latent_attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
+    """Yields the rules of latent attention, whose down projections are replicated in both layer specs."""
     latent, is_te = shape.latent, spec == "te"
     assert latent is not None
     hf, mc, hidden, queries = HF + "self_attn.", MC + "self_attention.", shape.hidden, shape.heads * shape.head_dim
-    rules: list[Rule] = [Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))]
+    yield Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))
     if rank := latent.q_lora_rank:
         norm = "linear_q_up_proj.layer_norm_weight" if is_te else "q_layernorm.weight"
-        rules += [
-            Replicated(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (rank, hidden)),
-            Replicated(hf + "q_a_layernorm.weight", mc + norm, (rank,)),
-            ShardDim0(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, rank)),
-        ]
+        yield Replicated(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (rank, hidden))
+        yield Replicated(hf + "q_a_layernorm.weight", mc + norm, (rank,))
+        yield ShardDim0(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, rank))
     else:
-        rules.append(ShardDim0(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, hidden)))
+        yield ShardDim0(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, hidden))
     norm, rank = "linear_kv_up_proj.layer_norm_weight" if is_te else "kv_layernorm.weight", latent.kv_lora_rank
     down = (rank + latent.qk_rope_head_dim, hidden)
     up = (shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank)
-    return (
-        *rules,
-        Replicated(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down),
-        Replicated(hf + "kv_a_layernorm.weight", mc + norm, (rank,)),
-        ShardDim0(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up),
-        ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim)),
-    )
+    yield Replicated(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down)
+    yield Replicated(hf + "kv_a_layernorm.weight", mc + norm, (rank,))
+    yield ShardDim0(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up)
+    yield ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim))
 
 
 def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:

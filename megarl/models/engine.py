@@ -25,8 +25,7 @@ def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
 
 def engine_table(shape: ModelShape) -> Table:
     """Raises ValueError for a family without a table."""
-    padded = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    table = megatron_table(shape, padded_vocab=padded)
+    table = megatron_table(shape, padded_vocab=-(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     names = ("embedding", "dense", "layer", "head")
     rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
     return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))

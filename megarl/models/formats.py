@@ -117,9 +117,7 @@ def coarse(indices: range, size: int) -> range:
 
 def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
     """Returns the format of weights that a `quantization_config` describes, whatever the activations' and the cache's.
-
-    Raises ValueError, with the value that is not supported and what is.
-    """
+    Raises ValueError with the value that is not supported, and what is."""
     method = raw.get("quant_method")
     if method == "fp8":
         _only(raw, "fmt", None, "e4m3")
@@ -132,12 +130,10 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
     _only(raw, "transform_config", None, {})
     if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         raise ValueError(f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'")
-    listed = (raw.get("config_groups") or {}).values()
-    groups = {json.dumps(group["weights"], sort_keys=True): group for group in listed}
-    if len(groups) != 1:
-        raise ValueError(f"config_groups has {len(groups)} ways to store weights; supported: one")
-    (group,) = groups.values()
-    return _compressed(group["weights"], group.get("format") or raw.get("format"))
+    groups = list((raw.get("config_groups") or {}).values())
+    if (ways := len({json.dumps(group["weights"], sort_keys=True) for group in groups})) != 1:
+        raise ValueError(f"config_groups has {ways} ways to store weights; supported: one")
+    return _compressed(groups[-1]["weights"], groups[-1].get("format") or raw.get("format"))
 
 
 def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:

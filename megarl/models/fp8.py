@@ -15,7 +15,7 @@ from typing import Any
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
 from megarl.models.formats import FORMATS, BlockFormat
-from megarl.models.registry import megatron_table
+from megarl.models.registry import hf_shapes, megatron_table
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Replicated, Rule, ShardDim0, ShardDim1, Stack, Table, shapes_of
 
@@ -64,9 +64,8 @@ def scale_shapes(shape: ModelShape, fmt: BlockFormat) -> dict[str, tuple[int, ..
 
 def quantization_config(shape: ModelShape, fmt: BlockFormat) -> dict[str, Any]:
     """Returns what the config.json of a model in this format has."""
-    table = megatron_table(shape)
-    weights, scales = shapes_of(table, shape), scale_shapes(shape, fmt)
-    kept = [name for name, size in weights.items() if len(size) == 2 and name + SCALE not in scales]
+    scales = scale_shapes(shape, fmt)
+    kept = [name for name, size in hf_shapes(shape).items() if len(size) == 2 and name + SCALE not in scales]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

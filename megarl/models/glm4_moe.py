@@ -22,7 +22,7 @@ def read(config: ConfigReader) -> ModelShape:
 
 
 def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return deepseek_v3.moe_table(shape, spec, padded_vocab, blocks.attention(shape, spec))
+    return deepseek_v3.moe_table(shape, spec, padded_vocab, tuple(blocks.attention(shape, spec)))
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:

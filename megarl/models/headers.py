@@ -34,10 +34,6 @@ class HfTensor:
     def nbytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
-
 
 @cache
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -91,7 +87,7 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
             raise ValueError(f"{file} cannot be read as safetensors ({error!r}); copy it again") from None
     expected = 8 + length
     for (begin, end), name, tensor in sorted(tensors):  # in the format, each tensor begins where another ends
-        if begin != expected or end != tensor.end:
+        if begin != expected or end != begin + tensor.nbytes:
             place = f"bytes {begin} to {end}, not {expected} to {expected + tensor.nbytes}"
             raise ValueError(f"{file}: {name} of shape {tensor.shape} is at {place}; copy it again")
         if end > size:

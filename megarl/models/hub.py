@@ -51,10 +51,8 @@ def _expanded(path: str) -> Path:
 
 
 def download(path: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
-    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named by the commit.
-
-    Raises ValueError with the remedy and `where`, the setting with its value.
-    """
+    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named by the commit. Raises
+    ValueError with the remedy and `where`, the setting with its value."""
     revision_key = "model.revision" if where.startswith("model.path") else "its part after @"
     repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)

@@ -40,10 +40,10 @@ def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
         names, choice = ", ".join(unbound), ", ".join(known)
         raise ValueError(f"lora.targets: {names} is no linear layer that can be adapted; choose from {choice}")
     chosen = known if ALL_LINEAR in targets else targets
-    dense, layer, expert = (
-        tuple(part for rule in rules for part in _adapters(rule, chosen, rank)) for rules in groups.values()
-    )
-    return Table(embedding=(), head=(), dense=dense, layer=layer, expert=expert)
+    adapters: dict[str, Any] = {
+        name: tuple(part for rule in rules for part in _adapters(rule, chosen, rank)) for name, rules in groups.items()
+    }
+    return Table(embedding=(), head=(), **adapters)
 
 
 def module_name(tensor: str) -> str:
@@ -87,17 +87,15 @@ def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
 
 def rows_of_outputs(
     weight: Sequence[ShardSlice], a: Sequence[ShardSlice], b: Sequence[ShardSlice], rank: int
-) -> list[tuple[int, int, int, int]]:
-    """Returns where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows, number of the A)."""
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows, number of the A)."""
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
-    found = []
     for part in weight:
         name = f"{PREFIX}{adapter_names(part.name)[1]}.weight"
         if (rows := stacked.get(name)) is not None:
             first = rows.offset // rank + part.start[0] - rows.start[0]
-            found.append((part.offset // part.strides[0], first, part.shape[0], numbers[name]))
-    return found
+            yield part.offset // part.strides[0], first, part.shape[0], numbers[name]
 
 
 def targets_of(rules: Iterable[Rule]) -> list[str]:

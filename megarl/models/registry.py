@@ -106,10 +106,8 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
-    """Returns the names and full shapes of the HF checkpoint's tensors, without a tied lm_head.
-
-    `mtp` adds multi-token prediction, which neither side builds. Without a table: all tensors of the folder.
-    """
+    """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; without a table, all tensors of
+    the folder. `mtp` adds multi-token prediction, which neither side builds."""
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
     return shapes_of(megatron_table(shape), shape, mtp=mtp)

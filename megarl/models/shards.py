@@ -25,11 +25,8 @@ LayerSpec = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU)
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """[start, start + shape) of HF tensor `name` is `param` viewed with `strides` from `offset` (elements).
-
-    The parameter is contiguous. A slice with one dim more than its tensor views the tensor's last dim as pairs,
-    [..., n / 2, 2], where gpt-oss alternates gate and up.
-    """
+    """[start, start + shape) of HF tensor `name` is `param` (contiguous) viewed with `strides` from element `offset`. A
+    slice with one dim more than its tensor views the last dim as pairs, [..., n / 2, 2]: gpt-oss's gate and up."""
 
     name: str
     start: tuple[int, ...]

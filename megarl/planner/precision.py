@@ -24,7 +24,7 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
     linear = {name.removesuffix(SCALE) for name in scale_shapes(shape, FORMATS["fp8_block"])}
     recipe = fp8 and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {'FP8' if fp8.params else dtype}"
     block = fmt and f"FP8, a scale per {fmt.block[0]} x {fmt.block[1]}"
-    layers: dict[tuple[str, str, str], list[int]] = {}
+    layers: dict[tuple[str, str, str], dict[int, None]] = {}  # in order, once each
     for name in hf_shapes(shape):
         number = re.search(r"layers\.(\d+)\.", name)
         layer = int(number[1]) if number else -1
@@ -34,11 +34,9 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
         trained = recipe if fp8 and recipe and name in linear and is_in_fp8(layer, shape.layers, fp8) else usual
         trained = "fp32 products" if is_router else trained
         row = (module, trained, block if block and name in linear else usual)
-        numbers = layers.setdefault(row, [])
-        if layer not in numbers:
-            numbers.append(layer)
+        layers.setdefault(row, {})[layer] = None
     has_engine = config.stage in ENGINE_STAGES
-    rows = [HEADER, *((row[0], _ranges(numbers), *row[1:]) for row, numbers in layers.items())]
+    rows = [HEADER, *((row[0], _ranges([*numbers]), *row[1:]) for row, numbers in layers.items())]
     rows = [row if has_engine else row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows)

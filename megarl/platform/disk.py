@@ -17,7 +17,7 @@ def full_disk(error: BaseException, folder: Path, missing_bytes: int = 0) -> str
     """Returns one line about the disk of `folder` or the limit on file sizes, if one of them caused `error`, else "".
     Libraries hide the cause (torch's zip writer: "unexpected pos 704 vs 598"): the disk must also have room for
     `missing_bytes`, what an incomplete file lacks."""
-    codes = {cause.errno for cause in _causes(error) if isinstance(cause, OSError)}
+    codes = {cause.errno for cause in causes(error) if isinstance(cause, OSError)}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if errno.EFBIG in codes or -1 < limit < missing_bytes + SLACK_BYTES:
         return f"a file in {folder} needs more than the limit of {limit:,} bytes; raise it (`ulimit -f`)"
@@ -33,7 +33,7 @@ def full_disk(error: BaseException, folder: Path, missing_bytes: int = 0) -> str
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -94,13 +94,11 @@ def attend_stacks(
     return torch.cat(outputs).index_select(0, order).flatten(1)
 
 
-def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> list[RowStack]:
+def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> Iterator[RowStack]:
     """Whole rows whose position p is computed at `slot_P[p]`; an output is kept where `is_own_P`, once per slot."""
-    stacks = []
     for stack in _stacks(lengths, Axis(1, 0)):
         real = stack.real[is_own_P[stack.query_RL.flatten()[stack.real]]]
-        stacks.append(RowStack(slot_P[stack.query_RL], slot_P[stack.key_RK], None, real))
-    return stacks
+        yield RowStack(slot_P[stack.query_RL], slot_P[stack.key_RK], None, real)
 
 
 def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[RowStack]:

@@ -169,13 +169,10 @@ class Emulation:
         """`group`: the ranks of this pipeline stage, whose layers share delayed scales."""
         self._group, self._delayed = group, list[Delayed]()
         self._weights = list[tuple[Tensor, Rounding]]()  # parameters in FP8
-        for chunk in chunks:
-            layers: Any = chunk.decoder.layers
-            for layer in layers:
-                if is_in_fp8(layer.layer_number - 1, chunk.config.num_layers, fp8):
-                    for module in layer.modules():
-                        if isinstance(module, Seam):
-                            self._patch(module, fp8)
+        layers: list[Any] = [layer for chunk in chunks for layer in chunk.get_submodule("decoder.layers").children()]
+        rounded = [layer for layer in layers if is_in_fp8(layer.layer_number - 1, layer.config.num_layers, fp8)]
+        for module in (module for layer in rounded for module in layer.modules() if isinstance(module, Seam)):
+            self._patch(module, fp8)
 
     def _patch(self, module: Any, fp8: Fp8) -> None:
         rounding = RECIPES.get(fp8.recipe) or Delayed()
@@ -203,10 +200,8 @@ class Emulation:
 
 
 def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig for Transformer Engine's kernels; none on a CPU. Not run on a GPU yet.
-
-    Raises ValueError if the GPU has no kernels for the recipe.
-    """
+    """Returns TransformerConfig's fields for Transformer Engine's kernels (not run on a GPU yet); none on a CPU. Raises
+    ValueError if the GPU has no kernels for the recipe."""
     if device.type != "cuda":
         return {}
     found, needed = torch.cuda.get_device_capability(device), CAPABILITIES[fp8.recipe]
@@ -220,5 +215,5 @@ def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
     if ends := fp8.first_last_bf16:
         settings |= {"first_last_layers_bf16": True, **dict.fromkeys(BF16_LAYERS, ends)}
     if fp8.recipe == "delayed":  # as in Transformer Engine
-        settings |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+        settings |= {"fp8_amax_history_len": HISTORY, "fp8_amax_compute_algo": "max"}
     return settings

@@ -91,9 +91,8 @@ class VocabularyHead(Head):
 @dataclass(frozen=True, slots=True)
 class ValueHead:
     """A critic: a linear layer, initialised to 0, from the final norm's output to one value at each trained position.
-
-    Its parameters, `value_head.weight` and `.bias`, are replicated on all tensor ranks; in a Hugging Face folder, a
-    token classifier without `lm_head`, they are `score.weight` and `.bias`."""
+    Its `value_head.weight` and `.bias` are replicated on all tensor ranks; in a Hugging Face folder, a token classifier
+    without `lm_head`, they are `score.weight` and `.bias`."""
 
     is_tensor_parallel: bool = False
     outputs: ClassVar[Any] = 1
@@ -162,11 +161,9 @@ class RewardHead(ValueHead):
 
 
 def load_head(folder: str | Path) -> RewardHead:
-    """Returns the head of a reward model in a Hugging Face folder. Another's token classifier has kind process.
-
-    Its weights are loaded with the model's: ``Trainer.build(read_model(folder), layout, folder=folder,
-    head=load_head(folder), ...)``. Then ``head.scores(trainer.forward(batch), batch)`` are the rewards [N]. Raises
-    ValueError for a folder of another kind."""
+    """Returns the head of a reward model in a Hugging Face folder; another's token classifier has kind process. Pass it
+    to `Trainer.build`, which loads its weights; ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
+    Raises ValueError for a folder of another kind."""
     if not (file := Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; name the folder of a reward model")
     config = parse_json(file.read_bytes())

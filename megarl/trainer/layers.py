@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from megarl.trainer.context_parallel import attend, attend_stacks
 from megarl.trainer.moe import BalancedRouter
@@ -39,9 +39,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class PackedAttention(torch.nn.Module):
@@ -131,9 +129,7 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self._forward_impl(input=x, weight=self.weight), None
 
-    @staticmethod
-    def _forward_impl(input: Tensor, weight: Tensor) -> Tensor:  # trainer/fp8.py replaces it, as Megatron's layers'
-        return linear(input, weight)
+    _forward_impl = staticmethod(linear)  # trainer/fp8.py replaces it, as Megatron's layers'
 
 
 class _ExpertOutput(RowParallelLinear):

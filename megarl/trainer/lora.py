@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,9 +173,8 @@ class Adapters:
             marks.allreduce = getattr(weight, "allreduce", True)
             if is_expert and not is_split:
                 self._partial.append(parameter)
-        places = rows_of_outputs(of_weight, of_a, of_b, rank)
         rows, numbers = torch.empty(2, len(b), dtype=torch.int64)
-        for row, first, count, number in places:
+        for row, first, count, number in rows_of_outputs(of_weight, of_a, of_b, rank):
             rows[first : first + count] = torch.arange(row, row + count)
             numbers[first : first + count] = number
         exchange: Callable[[Tensor], Tensor] = torch.nn.Identity()
@@ -216,28 +215,22 @@ class Adapters:
                 digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(shape[1])
-                view = strided_view(parameter, part)
-                view.copy_(whole.narrow(1, part.start[1], part.shape[1]))
+                strided_view(parameter, part).copy_(whole.narrow(1, part.start[1], part.shape[1]))
 
 
-class Merged(Mapping[str, Tensor]):
+class Merged(UserDict[str, Tensor]):
     """This rank's weights with their adapters merged in, one at a time; the weights themselves do not change."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LayerAdapter]) -> None:
-        self._weights, self._layers = weights, layers
+        super().__init__(weights)
+        self._layers = layers
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._weights[name]
+        weight = self.data[name]
         if name not in self._layers:
             return weight
         if self._last is None or self._last[0] != name:
             self._last = None  # freed first
             self._last = name, self._layers[name].merged(weight)
         return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)

@@ -122,7 +122,7 @@ def _first_positions(rows: Sequence[Tensor]) -> Tensor:
 def _shared(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: torch.device) -> SharedRows:
     whole = _rows([int(is_own_P.sum())], 1, device)
     whole.max_seqlen_q = whole.max_seqlen_kv = max(lengths)
-    return SharedRows(**vars(whole), stacks=shared_stacks(lengths, slot_P, is_own_P))
+    return SharedRows(**vars(whole), stacks=list(shared_stacks(lengths, slot_P, is_own_P)))
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:

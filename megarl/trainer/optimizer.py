@@ -25,10 +25,10 @@ from megarl.config.schema import Train
 
 @dataclass
 class LrSchedule:
-    """The learning rate as a function of the batches trained so far (rollout steps); saved in checkpoints."""
+    """The learning rate as a function of the batches trained so far (rollout steps)."""
 
     train: Train
-    step: int = 0
+    step: int = 0  # saved in checkpoints
 
     @property
     def lr(self) -> float:
@@ -41,12 +41,6 @@ class LrSchedule:
         done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
         left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return train.min_lr + (train.lr - train.min_lr) * left
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = int(state["step"])
 
 
 def wrap(

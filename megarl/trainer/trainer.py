@@ -103,10 +103,11 @@ class Trainer:
         if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
             options.setdefault("moe_shared_expert_overlap", False)
         use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
-        if isinstance(fp8 := options.get("fp8"), Fp8):
+        fp8 = section if isinstance(section := options.get("fp8"), Fp8) else None
+        if fp8:
             options = {**options, "fp8": None} | megatron_settings(fp8, device)
         model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
-        emulation = Emulation(model, fp8, groups.stage) if isinstance(fp8, Fp8) and fp8.emulate else None
+        emulation = Emulation(model, fp8, groups.stage) if fp8 and fp8.emulate else None
         if traced is None:
             table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
             slices = slices_of(table, shape, layout)
@@ -130,8 +131,8 @@ class Trainer:
         router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
-            router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8 if isinstance(fp8, Fp8) else None,
-            emulation=emulation, adapters=adapters,
+            router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8, emulation=emulation,
+            adapters=adapters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -213,13 +214,11 @@ class Trainer:
         before_step: Callable[[TokenOutputs], None] | None = None,
         needs_entropy: bool = False,
     ) -> UpdateReport:
-        """Takes one optimizer step on the rows of `plan`, which must have one update.
-
-        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so
-        the split into micro-batches and ranks does not matter. The step is skipped if the gradient is not finite, or if
-        no token is trained: Adam's momentum alone would change the weights. `before_step` is called after the backward
-        pass with the outputs of the forward pass, as `forward` returns them; if it raises, nothing has changed. The
-        loss gets entropy if it needs it, and every `train.entropy_every` steps."""
+        """Takes one optimizer step on the rows of `plan`, which must have one update. The loss is the sum over tokens
+        of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so the split into micro-batches and ranks
+        does not matter. It gets entropy if it needs it, and every `train.entropy_every` steps. The step is skipped if
+        the gradient is not finite, or if no token is trained: Adam's momentum alone would change the weights.
+        `before_step` gets the forward pass's outputs after the backward pass; if it raises, nothing has changed."""
         (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
         lr, every = self.scheduler.lr, self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)

@@ -21,11 +21,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Checksum of a contiguous message `flat` [n] of any dtype: an int64 scalar on its device.
-
-    64-bit words form rows of 1024. Each half of a row's or column's sum mod 2^64 is multiplied by a fixed random
-    64-bit weight. Changed, moved or swapped words are detected unless four or more cancel out in rows and columns.
-    """
+    """Returns the checksum, int64 scalar, of a contiguous message `flat` [n] of any dtype. 64-bit words form rows of
+    1024; each half of a row's or column's sum mod 2^64 is multiplied by a fixed random 64-bit weight. Changed, moved or
+    swapped words are detected unless four or more cancel out in rows and columns."""
     data = flat.contiguous().view(torch.uint8)
     whole = data.numel() - data.numel() % (8 * ROW)
     tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))  # zero words add nothing; the length is added at the end
@@ -46,21 +44,16 @@ def _weigh_halves(sums: Tensor, table: int) -> Tensor:
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
     """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back differently, else 0.
-
-    `into` may be of a wider dtype (a router that the engine keeps in fp32): it is read back in that of `part`. A CPU
-    compares while the data is in its cache; a GPU is not synchronized.
-    """
+    If `into` has a wider dtype (a router that the engine keeps in fp32), it is read back in that of `part`. A CPU
+    compares while the data is in its cache; a GPU is not synchronized."""
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
-        pairs = zip(part.split(lines), into.split(lines), strict=True)
-        return torch.tensor(sum(_write_strip(*pair) for pair in pairs))
-    into.copy_(part)
-    return (_integers(into.to(part.dtype)) != _integers(part)).any().to(torch.int64)
+        return torch.tensor(sum(map(_write_strip, part.split(lines), into.split(lines))))
+    return (_integers(into.copy_(part).to(part.dtype)) != _integers(part)).any().to(torch.int64)
 
 
 def _write_strip(part: Tensor, into: Tensor) -> bool:
-    into.copy_(part)
-    read = into.to(part.dtype)
+    read = into.copy_(part).to(part.dtype)
     return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())  # faster than torch.equal
 
 
@@ -70,17 +63,13 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
-    """Checksum (int64 scalar) of the part of a tensor that begins at `start`.
-
-    The sums of parts that tile a tensor add up to the sum of the whole (mod 2^64), however it is split. This proves
-    that slices are in the right place without gathering the tensor. The weight of a word at (i, .., j) is
-    w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be split anywhere.
-    """
+    """Returns the checksum (int64 scalar) of the part of a tensor that begins at `start`: those of parts that tile a
+    tensor add up to that of the whole (mod 2^64), however it is split. The weight of a word at (i, .., j) is
+    w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be split anywhere."""
     if not part.dim():
         part, start = part[None], (0,)
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
     if not part.numel():
-        return total
+        return torch.zeros((), dtype=torch.int64, device=part.device)
     data = part.contiguous().view(torch.uint8).view(-1, part.shape[-1] * part.element_size())  # [rows, bytes]
     first = start[-1] * part.element_size()
     end = first + data.shape[1]
@@ -91,7 +80,7 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
     rows = torch.ones(1, dtype=torch.int64, device=part.device)
     for dim, (offset, size) in enumerate(zip(start[:-1], part.shape[:-1], strict=True)):
         rows = (rows[:, None] * _weights_at(offset, size, dim + 2, part.device)).flatten()  # [rows so far]
-    return total + (_dot_rows(words, columns) * rows).sum()
+    return (_dot_rows(words, columns) * rows).sum()
 
 
 def row_checksums(rows: Tensor) -> Tensor:

@@ -78,11 +78,9 @@ class PlanExecutor:
         return self._dtype.itemsize * sum(m.numel for m in self.messages if m.receiver == rank != m.sender)
 
     def run(self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool) -> Tensor:
-        """Calls `on_bucket` for each message received and, with `include_local`, for local copies.
-
-        Returns [2, messages of the plan] int64: the checksums of messages that this rank sent, and of those that it
-        received; 0 for others. Raises CheckFailed, naming the messages in flight, if a peer is lost.
-        """
+        """Calls `on_bucket` for each message received and, with `include_local`, for local copies. Returns the
+        checksums [2, messages] int64 of those that this rank sent, and received; 0 for others. Raises CheckFailed,
+        naming the messages in flight, if a peer is lost."""
         rank = self._transport.rank
         sums = torch.zeros(2, self.num_messages, dtype=torch.int64, device=self._device)
         outgoing = self._pack_round(0, parameters, sums, relays=False)

@@ -56,10 +56,8 @@ def _scramble(numbers: Tensor) -> Tensor:
 def moved_slices(
     param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False
 ) -> list[ShardSlice]:
-    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero.
-
-    Raises ValueError, naming tensors and parameter, if the conversion does more than move elements.
-    """
+    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero. Raises
+    ValueError, naming tensors and parameter, if the conversion does more than move elements."""
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
         raise ValueError(f"{param}: two runs of its conversion from {sources} differ; {REMEDY}")

@@ -22,6 +22,7 @@ from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 from megarl.weights.checksum import positional_checksum
 from megarl.weights.execute import Encoder, read_slice
+from megarl.weights.plan import first_few
 from megarl.weights.transports import Transport
 
 
@@ -32,11 +33,8 @@ class PlacementCheck:
     ranks_per_replica: int
 
     def compare(self, transport: Transport, sent: Tensor, received: Tensor) -> None:
-        """A collective. Raises CheckFailed, on all ranks, naming replicas and tensors.
-
-        `sent`, `received`: [2, tensors] int64, the elements and checksums of the trainer's and of the engine's slices
-        on this rank (sums_by_tensor).
-        """
+        """A collective. `sent`, `received`: `sums_by_tensor` of the trainer's and of the engine's slices on this rank.
+        Raises CheckFailed, on all ranks, naming replicas and tensors."""
         replicas = len(self.receivers) // self.ranks_per_replica
         # [trainer and replicas, (elements, checksum), tensors]
         sums = torch.stack([sent, *(torch.zeros_like(sent) for _ in range(replicas))])
@@ -51,10 +49,9 @@ class PlacementCheck:
             names, count = list(self.shapes), self.ranks_per_replica
             ranks = [self.receivers[replica * count : (replica + 1) * count] for replica in range(replicas)]
             where = [f"rank {some[0]}" if len(some) == 1 else f"ranks {some[0]}..{some[-1]}" for some in ranks]
-            shown = "; ".join(f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong[:4])
-            rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            shown = first_few([f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong], separator="; ")
             raise CheckFailed(
-                f"slices of weights are in the wrong place, although every message arrived intact: {shown}{rest}; "
+                f"slices of weights are in the wrong place, although every message arrived intact: {shown}; "
                 "the model family's table or the plan is wrong, or trainer replicas have different weights"
             )
 

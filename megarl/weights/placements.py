@@ -72,11 +72,9 @@ def transfer_groups(
     max_numel: int,
     is_expert: bool = False,
 ) -> list[TransferGroup]:
-    """Groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger. With
-    `is_expert`, all tensors form one unit; otherwise each does.
-
-    Raises ValueError naming the tensor if the sources overlap, or do not cover a destination.
-    """
+    """Returns groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger. Each
+    tensor is a unit, or with `is_expert` all are one. Raises ValueError naming the tensor if the sources overlap, or do
+    not cover a destination."""
     senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
     groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
     for unit, (name, rectangles) in enumerate(receivers.items()):
@@ -277,8 +275,7 @@ class FleetTables:
         ends = dict.fromkeys(self._layers, 0)
         self._units: dict[tuple[str, int], tuple[int, int]] = {}  # (elements before the unit, elements of the unit)
         for (section, unit), size in units.items():
-            before = "layer" if section == "expert" else section
-            self._units[section, unit] = ends[before], size
+            self._units[section, unit] = ends["layer" if section == "expert" else section], size
             ends[section] += size
         ends["expert"] *= self._shape.experts // max(group.repeats for group in self.groups)
         numbers = range(EMBEDDING, self._shape.layers + 1)
@@ -323,19 +320,18 @@ class FleetTables:
         return [rank for index, rank in enumerate(self.receivers) if is_kept[index % len(is_kept)]]
 
     def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        layout = self._layouts[rank]
-        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
-        if layer == EMBEDDING and not layout.pp.first:
-            coordinate += layout.tp.size
-        return self._fill(overlap.sources[coordinate], layout, layer, expert)
+        return self._fill(overlap.sources, self._layouts[rank], layer, expert)
 
     def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
         layout = self._engines[(rank - self.receivers[0]) % len(self._engines)]
-        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
-        return self._fill(overlap.destinations[coordinate], layout, layer, expert)
+        return self._fill(overlap.destinations, layout, layer, expert)
 
-    def _fill(self, part: ShardSlice, layout: Layout, layer: int, expert: int) -> ShardSlice:
-        """The slice of a template for a global layer and expert."""
+    def _fill(self, parts: Mapping[int, ShardSlice], layout: Layout, layer: int, expert: int) -> ShardSlice:
+        """The slice of a rank's template for a global layer and expert."""
+        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
+        if layer == EMBEDDING and not layout.pp.first:
+            coordinate += layout.tp.size
+        part = parts[coordinate]
         key = (id(part), layout.rank, layer, expert)
         if key not in self._filled:
             chunks = self._chunks[layout.pp, layout.vpp]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -35,11 +35,8 @@ GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it.
-
-    A relayed transfer is read from the flat message that arrived from another rank in the previous round; the source's
-    `param` is then `relay_buffer` of that rank.
-    """
+    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it. One that is relayed is
+    read from the message that arrived in the previous round: the source's `param` is `relay_buffer` of its sender."""
 
     source: ShardSlice
     destination: ShardSlice
@@ -67,9 +64,8 @@ class Message:
 
     def __str__(self) -> str:
         names = sorted({transfer.source.name for transfer in self.transfers})
-        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         relayed = " (relayed)" if self.is_relay else ""
-        return f"rank {self.sender} -> rank {self.receiver}{relayed}: {', '.join(names[:3])}{rest}"
+        return f"rank {self.sender} -> rank {self.receiver}{relayed}: {first_few(names, 3)}"
 
 
 @dataclass(frozen=True)
@@ -146,8 +142,7 @@ class Plan:
             if len(kept.shape) > len(shape):  # the tensor holds all experts
                 start, shape = (expert, *start), (1, *shape)
             if via >= 0:
-                whole = whole_tensor(relay_buffer(via), shape)
-                source = replace(whole, name=kept.name, start=start, offset=offset)
+                source = replace(whole_tensor(relay_buffer(via), shape), name=kept.name, start=start, offset=offset)
                 offset += overlap.numel
             else:
                 source = _part(self.placement.source(overlap, sender, layer, expert), start, shape)
@@ -174,11 +169,9 @@ def plan_transfers(
     spec: LayerSpec = "te",
     fp8: BlockFormat | None = None,
 ) -> Plan:
-    """Plans from the tables of trainer and engine. `padded_vocab`: rows of the trainer's embedding, on all ranks.
-    `spec`: the layer spec of its modules. `fp8`: the engine's blocks of linear layers; None: all move in `itemsize`.
-
-    Raises ValueError naming the tensor if the trainer lacks a part of it that the engine keeps.
-    """
+    """Plans from the tables of trainer and engine. `padded_vocab`, `spec`: rows of the trainer's embedding, on all
+    ranks, and its layer spec. `fp8`: the engine's blocks of linear layers; None: all move in `itemsize`. Raises
+    ValueError naming the tensor if the trainer lacks a part of it that the engine keeps."""
     table, engine = megatron_table(shape, spec=spec, padded_vocab=padded_vocab), engine_table(shape)
     if fp8 is not None:
         table, engine = with_scales(table, fp8, is_whole=True), with_scales(engine, fp8)
@@ -196,10 +189,7 @@ def plan_recorded(
     ranks_per_node: int | None = None,
 ) -> Plan:
     """Plans from the slices of every rank; `destinations` are in the order of the engine's layers. `ranks_per_node`:
-    None puts all ranks on one node.
-
-    Raises ValueError naming the tensor if the sources overlap or do not cover the destinations.
-    """
+    None puts all on one node. Raises ValueError naming a tensor whose sources overlap or do not cover a destination."""
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
     max_numel = _max_numel(round_bytes // itemsize, per_node)
@@ -252,6 +242,11 @@ def _first_rows(*columns: Ints) -> Ints:
     """[messages + 1]: where runs of equal values begin, and the number of rows."""
     changes = [np.diff(column, prepend=-1) != 0 for column in columns]
     return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
+
+
+def first_few(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
+    """Returns the first names and the number of the others, for an error."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:

@@ -38,7 +38,7 @@ from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.execute import Encoder, PlanExecutor
 from megarl.weights.placement_check import PlacementCheck, slice_checksum, sums_by_tensor
-from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, plan_recorded
+from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, first_few, plan_recorded
 from megarl.weights.transports import Transport
 
 SPARE_BYTES = 2 << 30  # of device memory, kept free next to staged messages for the layers that are open at the time
@@ -138,10 +138,8 @@ def plan_slices(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of all ranks, without a table; `destinations` are the `slices` of the receivers.
-
-    Raises CheckFailed naming tensors that are incomplete in the trainer or the engine.
-    """
+    """Plans from the slices of all ranks, without a table; `destinations` are the `slices` of the receivers. Raises
+    CheckFailed naming tensors that are incomplete in the trainer or the engine."""
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
     paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
@@ -152,8 +150,7 @@ def plan_slices(
         holders[f"the engine on ranks {ranks[0]}..{ranks[-1]}"] = [destinations[rank] for rank in ranks]
     for where, slices in holders.items():
         if gaps := find_gaps(shapes, slices):
-            rest = f" and {len(gaps) - 4} more" if len(gaps) > 4 else ""
-            raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {', '.join(gaps[:4])}{rest}")
+            raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {first_few(gaps)}")
     sizes = {"itemsize": weights.unit.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
     try:
         return plan_recorded(sources, destinations, **sizes)
@@ -182,9 +179,7 @@ class Publisher:
         ranks_per_node: int | None = None,  # None: all ranks are on one node
     ) -> None:
         """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or receive passes None.
-
-        Raises CheckFailed, on all ranks, if the engine's slices differ from its table, or if the ranks' plans differ.
-        """
+        Raises CheckFailed, on all ranks, if the engine's slices differ from its table, or the ranks' plans differ."""
         self.sender = sender or WeightSender((), dict[str, Tensor])
         self.plan, self.receiver, self.transport = plan, receiver, transport
         self.weights, self.probe, self.is_atomic = weights, probe, is_atomic
@@ -287,8 +282,7 @@ class Publisher:
             nonlocal room
             room -= flat.nbytes
             if room < 0:
-                on_host = host_bytes(flat.nbytes, self._device).view(flat.dtype)
-                flat = on_host.copy_(flat, non_blocking=True)
+                flat = host_bytes(flat.nbytes, self._device).view(flat.dtype).copy_(flat, non_blocking=True)
                 self._pinned = max(self._pinned, -room)
             staged[message.index] = flat
 

@@ -40,19 +40,20 @@ def assign_senders(placement: Placement) -> Hops:
         lane = nodes.index(rank // per_node) * lanes + index % period * lanes // period
         even = placement.total * lane // (len(nodes) * lanes)
         offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
-    hops: list[tuple[Ints, ...]] = []
-    relays: list[tuple[Ints, Ints]] = []
+    hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
+    relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]
     count = 0
     for columns, far, others in _hops(placement, nodes):
-        hops.append(columns)
-        relays.append((np.repeat(count + far, len(others)), np.tile(others, len(far))))
+        hops.append(np.stack(columns))
+        relays.append(np.stack([np.repeat(count + far, len(others)), np.tile(others, len(far))]))
         count += len(columns[0])
-    group, layer, expert, position, sender, receiver = (_joined(hops, column) for column in range(6))
+    group, layer, expert, position, sender, receiver = np.concatenate(hops, axis=1)
     position = (position - offsets[receiver]) % placement.total
     order = np.argsort(position, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    hop, relay_receiver = place[_joined(relays, 0)], _joined(relays, 1)
+    hop, relay_receiver = np.concatenate(relays, axis=1)
+    hop = place[hop]
     by_hop = np.argsort(hop, kind="stable")
     group, layer, expert, sender, receiver = (
         column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver)
@@ -92,7 +93,3 @@ def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
     for rank in ranks:
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
     return nodes
-
-
-def _joined(parts: list[tuple[Ints, ...]], column: int) -> Ints:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(part[column] for part in parts)])

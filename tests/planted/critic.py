@@ -60,8 +60,8 @@ CRITIC = [
     ),
     (
         "checkpoint/state.py",
-        'trained.scheduler.load_state_dict(common[f"{prefix}schedule"])',
-        'self.trained.scheduler.load_state_dict(common["schedule"])',
+        'trained.scheduler.step = common[f"{prefix}schedule"]["step"]',
+        'self.trained.scheduler.step = common["schedule"]["step"]',
         f"{LEARNER}::test_both_are_resumed_bit_for_bit",
     ),
     (

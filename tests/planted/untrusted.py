@@ -51,7 +51,7 @@ UNTRUSTED = [
         f"{STATE}::test_a_crafted_checkpoint_runs_nothing",
     ),
     (
-        "checkpoint/convert.py",
+        "checkpoint/pickles.py",
         "return load_pickle(stream)",
         "return pickle.load(stream)",
         f"{CONVERT}::test_a_crafted_record_of_an_interrupted_conversion_runs_nothing",
@@ -85,8 +85,13 @@ UNTRUSTED = [
         ") > 10**12:",
         f"{VALIDATE}::test_a_config_json_is_refused_by_file_key_and_value",
     ),
-    ("models/headers.py", "begin != expected or end != tensor.end", "end != tensor.end", MALFORMED),
-    ("models/headers.py", "begin != expected or end != tensor.end", "begin != expected", MALFORMED),
+    (
+        "models/headers.py",
+        "begin != expected or end != begin + tensor.nbytes",
+        "end != begin + tensor.nbytes",
+        MALFORMED,
+    ),
+    ("models/headers.py", "begin != expected or end != begin + tensor.nbytes", "begin != expected", MALFORMED),
     ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
     ("models/headers.py", ", unique_keys=True", "", MALFORMED),
     (

@@ -19,10 +19,8 @@ class Transport(Protocol):
         ...
 
     def barrier(self, what: str, *, patience: int = 1) -> None:
-        """Waits for every rank to reach `what`, on the host, `patience` times as long as for a collective.
-
-        Raises CheckFailed naming the ranks that do not arrive in time.
-        """
+        """Waits for every rank to reach `what`, on the host, `patience` times as long as for a collective. Raises
+        CheckFailed naming the ranks that do not arrive in time."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:

@@ -81,9 +81,8 @@ class Group:
 
     @classmethod
     def join(cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta) -> Group:
-        """A collective of the group's `world` members; after a death, the rest join again under another `name`.
-
-        Raises CheckFailed if one does not come."""
+        """A collective of the group's `world` members; after a death, the rest join again under another `name`. Raises
+        CheckFailed if one does not come."""
         barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world, timeout)
         barriers.meet("the weight sync's process group")  # as connecting to one that is gone ends at the time-out only
         backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")

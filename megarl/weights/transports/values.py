@@ -20,9 +20,7 @@ KNOWN: list[Any] = [Quantiles, Routes, ShardSlice]
 
 def gather_values(value: Any, group: Any = None) -> list[Any]:
     """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and containers, and KNOWN.
-
-    Raises CheckFailed if a rank sends anything else, without running it.
-    """
+    Raises CheckFailed if a rank sends anything else, without running it."""
     stream = BytesIO()
     torch.save(value, stream)
     own = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.checkpoint import hf_folder
-from megarl.checkpoint.hf_folder import HfFolder, view
+from megarl.checkpoint.hf_folder import HfFolder
 from megarl.models.formats import FORMATS, BlockFormat
 from megarl.models.shards import ShardSlice
+from megarl.weights.execute import strided_view
 from megarl.weights.quantize import dequantize, quantize
 
 FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True}
@@ -82,14 +83,14 @@ def test_slices(tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pyte
                 box = ShardSlice(label, start, full, "p", 1, strides)
                 folder.copy(box, parameter)
                 expected = exact[(*index, slice(top, bottom), slice(left, right))]
-                assert torch.equal(view(parameter, box).view(size), expected)
+                assert torch.equal(strided_view(parameter, box).view(size), expected)
                 assert (parameter[::2] == 7).all()
                 if fmt.is_transposed and index and left % 2 == right % 2 == 0:
                     pairs = (1, size[0], size[1] // 2, 2)
                     box = ShardSlice(label, (2, top, left // 2, 0), pairs, "p", 0, (0, 1, size[0], right * size[0]))
                     parameter = torch.zeros(2 * right * size[0], dtype=dtype)
                     folder.copy(box, parameter)
-                    assert torch.equal(view(parameter, box).reshape(size), expected)
+                    assert torch.equal(strided_view(parameter, box).reshape(size), expected)
 
 
 def test_folder_is_checked_by_its_stored_tensors(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from quantised_folders import KINDS, by_transformers, make_quantised, read_all, 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.checkpoint.hf_folder import load_hf, view
+from megarl.checkpoint.hf_folder import load_hf
 from megarl.launch.convert import run_convert
 from megarl.layout import Layout, Parallel
 from megarl.models.formats import BlockFormat
 from megarl.models.registry import hf_shapes, megatron_table, read_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
+from megarl.weights.execute import strided_view
 from megarl.weights.quantize import Storage
 
 
@@ -58,7 +59,7 @@ def test_every_rank_has_its_slices(tmp_path: Path, kind: str) -> None:
                 full = expected[part.name].to(dtype).view(hf_shapes(shape)[part.name])
                 if len(part.shape) > full.dim():
                     full = full.unflatten(-1, (-1, 2))
-                mine = view(parameters[part.param], part)
+                mine = strided_view(parameters[part.param], part)
                 region = tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))
                 assert torch.equal(mine, full[region]), f"rank {rank} of {tensor}: {part}"
     assert len(parts) >= 4

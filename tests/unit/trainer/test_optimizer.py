@@ -30,13 +30,6 @@ def test_warm_up_then_down_to_the_last_step(schedule: str, rates: list[float]) -
     assert LrSchedule(train, 100).lr == pytest.approx(rates[-1])
 
 
-def test_schedule_is_restored() -> None:
-    train = Train.model_validate({"lr": 1.0, "steps": 6, "schedule": "linear"})
-    one, other = LrSchedule(train, step=3), LrSchedule(train)
-    other.load_state_dict(one.state_dict())
-    assert other.lr == one.lr != LrSchedule(train).lr
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
     """With an eps as large as the gradients, so that their scale matters and clipping shows."""
