@@ -167,11 +167,7 @@ class Record(Protocol):
     """Writes the metrics and samples of one step from what its roles returned."""
 
     def __call__(
-        self,
-        rollout: Rollout | None,
-        update: StepReport,
-        sync: PublishReport | None,
-        scored: ScoredBatch | None = None,
+        self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None, scored: ScoredBatch | None = None
     ) -> None: ...
 
 

@@ -208,8 +208,7 @@ def _advantages(
 def _clean_batch(
     rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
 ) -> tuple[_Batch, dict[str, Tensor]]:
-    """The batch and clean inputs, on the device of `rewards_T`. Rows that hold a NaN, or whose sums could exceed
-    `limit`, are left out."""
+    """The batch and its inputs, cleaned. Rows that hold a NaN, or whose sums could exceed `limit`, are left out."""
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
     inputs = {key: x.detach().to(rewards_T.device) for key, x in inputs.items()}
