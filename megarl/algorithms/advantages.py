@@ -199,8 +199,7 @@ def _advantages(
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
-        # a row's advantage counts once for each of its tokens
-        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T
+        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T  # a row's counts once for each of its tokens
         advantages = whiten_tokens(advantages, count, biased=biased, eps=eps)
     return batch.rows.spread(advantages.to(dtype)) if per_row else advantages.to(dtype)
 

@@ -287,8 +287,7 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
-    # exactly 0 without such a step, however large the reward
-    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
+    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]  # exactly 0 without such a step
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
 

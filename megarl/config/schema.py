@@ -276,8 +276,7 @@ class FallbackLayout(Section):
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # of the trainer, in the split topology
-    # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
-    processes_per_node: PositiveInt | None = None
+    processes_per_node: PositiveInt | None = None  # None: LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8
     timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
     # split: how often, in all, a lost engine is started again, or the trainer from its last checkpoint; then exit 3
     max_restarts: NonNegativeInt = 3

@@ -84,8 +84,7 @@ class Lora(Section):
     alpha: PositiveFloat = 32.0  # an adapter adds alpha / rank * B A x
     targets: tuple[str, ...] = ("all-linear",)  # Hugging Face's names, as q_proj; all-linear: but router and head
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of an adapter's input, in the stages sft and dpo
-    # merged: the engine gets base + adapters; adapter: it keeps the base, and later syncs move the adapters only
-    sync: Literal["merged", "adapter"] = "merged"
+    sync: Literal["merged", "adapter"] = "merged"  # adapter: the engine keeps the base, and later syncs move adapters
     path: str | None = None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model
 
 

@@ -23,8 +23,7 @@ from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# row length at which attention costs as much as the matrix products of a layer, about 12 x the hidden size
-ATTENTION_LENGTH = 24576
+ATTENTION_LENGTH = 24576  # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
 MAX_SWAPS = 1000
 
 
