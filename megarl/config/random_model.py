@@ -40,6 +40,7 @@ def hf_config(create: Create) -> dict[str, Any]:
         "max_position_embeddings": create.max_position,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,  # transformers < 5 reads it here
         "attention_bias": False,
         "tie_word_embeddings": create.tied,
         "vocab_size": create.vocab or len(characters(create)),
