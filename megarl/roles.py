@@ -10,8 +10,7 @@ In colocated mode every rank runs the loop, calls every method in the same order
     update    waits for the slowest data rank: gradients and the decision to skip are all-reduced
     publish   waits until every rank has verified what it received
 
-A decision to stop or skip depends only on an all-reduced value. An exception on one rank is broadcast, so that no
-peer waits in a collective until the time-out.
+Decisions to stop or skip depend only on all-reduced values. An exception is broadcast, so that no peer waits for it.
 """
 
 from __future__ import annotations
@@ -167,11 +166,7 @@ class Record(Protocol):
     """Writes the metrics and samples of one step from what its roles returned."""
 
     def __call__(
-        self,
-        rollout: Rollout | None,
-        update: StepReport,
-        sync: PublishReport | None,
-        scored: ScoredBatch | None = None,
+        self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None, scored: ScoredBatch | None = None
     ) -> None: ...
 
 

@@ -1,15 +1,14 @@
 """The types of the training loop: Prompt -> Sample -> Group -> TrainBatch -> ScoredBatch -> StepReport.
 
-All are frozen. N = rows (samples) of a batch, T = tokens of all rows end to end, L = tokens of one sample (prompt and
-response), M = tokens of the rows of one micro-batch. A later stage is a new type, never a field that is filled in
-later. Tensors live on the CPU; a rank moves only its own micro-batches to its device.
+N = rows (samples) of a batch, T = tokens of all rows end to end, L = tokens of one sample (prompt and response), M =
+tokens of the rows of one micro-batch. Tensors live on the CPU; a rank moves only its own micro-batches to its device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -88,6 +87,10 @@ class Sample:
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
 
+    def without_reward(self, cause: str) -> Sample:
+        """Returns the sample to drop; it is counted as `cause`."""
+        return replace(self, reward=None, extra={**self.extra, "dropped": cause})
+
 
 SAMPLE_TENSORS = {  # [L] of a Sample
     "tokens": torch.int64,
@@ -144,8 +147,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceBatch(TokenBatch):
-    """Responses, some preferred to others. Rows of one prompt are consecutive: plan with ``units=group``, so that they
-    share a micro-batch."""
+    """Responses, some preferred to others. Rows of one prompt are consecutive, and share a micro-batch."""
 
     group: Tensor  # [N] int64, dense ids of prompts
     pairs: Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
@@ -198,8 +200,7 @@ class TokenScores:
     teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
     teacher_top_ids: Tensor | None = None  # [T, K] int32: its likeliest tokens; None: the objective reads none
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
-    # [T]: V of the state before each label; with critic.bootstrap_truncated, at the last position of a row too, where
-    # it is V after the last label; None: no critic
+    # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's last; None: no critic
     values: Tensor | None = None
     routes: tuple[Routes | None, ...] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
 

@@ -199,8 +199,7 @@ def _advantages(
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
-        # a row's advantage counts once for each of its tokens
-        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T
+        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T  # a row's counts once for each of its tokens
         advantages = whiten_tokens(advantages, count, biased=biased, eps=eps)
     return batch.rows.spread(advantages.to(dtype)) if per_row else advantages.to(dtype)
 
@@ -208,8 +207,7 @@ def _advantages(
 def _clean_batch(
     rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
 ) -> tuple[_Batch, dict[str, Tensor]]:
-    """The batch and clean inputs, on the device of `rewards_T`. Rows that hold a NaN, or whose sums could exceed
-    `limit`, are left out."""
+    """The batch and its inputs, cleaned. Rows that hold a NaN, or whose sums could exceed `limit`, are left out."""
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
     inputs = {key: x.detach().to(rewards_T.device) for key, x in inputs.items()}

@@ -50,12 +50,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def _weights(
-    rule: _Rule,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor | None = None,
-    *,
-    constant: float | None = None,
+    rule: _Rule, mask_T: Tensor, cu_seqlens: Tensor, group_N: Tensor | None = None, *, constant: float | None = None
 ) -> Tensor:
     """[T] fp64: the weight of each token's loss in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)

@@ -36,10 +36,6 @@ class _Gap:
     def rows(self) -> Rows:
         return Rows.of(self.mask_T, self.cu_seqlens)
 
-    @property
-    def weight_T(self) -> Tensor:
-        return likelihood_ratio(self.log_ratio_T)
-
 
 def _weights(
     rule: Callable[..., Tensor],
@@ -68,7 +64,7 @@ def none(gap: _Gap) -> Tensor:
 def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
     """Truncated importance sampling: min(w, cap), and at least `floor`. Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training"."""
-    return gap.weight_T.clamp(floor, cap)
+    return likelihood_ratio(gap.log_ratio_T).clamp(floor, cap)
 
 
 def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
@@ -78,7 +74,7 @@ def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
 
 def icepop(gap: _Gap, *, low: float = 0.5, high: float = 5.0) -> Tensor:
     """IcePop: w where it lies in [low, high], else 0. Ring-1T, arXiv 2510.18855."""
-    weight_T = gap.weight_T
+    weight_T = likelihood_ratio(gap.log_ratio_T)
     return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0)
 
 

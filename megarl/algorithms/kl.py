@@ -34,8 +34,7 @@ def likelihood_ratio(log_ratio: Tensor) -> Tensor:
 def _estimate(
     value: Callable[[Tensor], Tensor], logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
 ) -> Tensor:
-    """`value` of delta, clamped to +-`value_clamp`. Where it is clamped the gradient is 0, just where the policy is
-    furthest from the reference; several trainers clamp k3 to 10."""
+    """`value` of delta, clamped to +-`value_clamp`: the gradient is 0 just where the policy is furthest from ref."""
     dtype = at_least_fp32(logprobs_T.dtype)
     value_T = value(logprobs_T.to(dtype) - ref_logprobs_T.to(dtype))
     return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
@@ -70,10 +69,9 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples:
 def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0) -> Tensor:
     """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
 
-    Both are log-probs, under the whole vocabulary, of the same K distinct tokens in any order; where the teacher's is
-    -inf there is no token. All other tokens are one more outcome: merging outcomes never increases a divergence, so
-    this is a lower bound, exact where K is the vocabulary. Without that outcome, or with both renormalised over the K,
-    the student could lower its loss by moving probability to other tokens.
+    Both are log-probs, under the whole vocabulary, of the same K distinct tokens; where the teacher's is -inf there is
+    no token. All others are one more outcome, or the student could lower its loss by moving probability to them.
+    Merging outcomes never increases a divergence, so this is a lower bound, exact where K is the vocabulary.
 
     beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised Jensen-Shannon divergence of
     GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 - beta) KL(student || mix) with

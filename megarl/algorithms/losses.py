@@ -112,16 +112,14 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
 
 
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
-    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient, and a clipped one is a weight at
-    a bound. MiniMax-M1, arXiv 2506.13585."""
+    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient. MiniMax-M1, arXiv 2506.13585."""
     clipped_T = tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
     loss_T = -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
     return loss_T, clipped_T
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate in place of the clip; tau depends on the sign of A.
-    arXiv 2511.20347."""
+    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A. arXiv 2511.20347."""
     tau_T = torch.where(tokens.advantages_T > 0, tau_pos, tau_neg)
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
@@ -200,8 +198,7 @@ def clipped_value_loss(
 VALUE_LOSSES: dict[str, Callable[..., Tensor]] = {"clipped": clipped_value_loss}
 
 
-# --- selection: the tokens whose advantage and log-prob covary most, which are those that lower entropy ------------
-# on the whole batch, once per update; the loss of the same name treats the chosen tokens differently; C = candidates
+# --- selection, once per update: the tokens whose advantage and log-prob covary most lower entropy; C = candidates ---
 
 
 def select_clip_cov(
@@ -217,8 +214,7 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """At most `share` of the tokens, at least one, drawn from those with covariance in (low, high) that the clip does
-    not affect."""
+    """At most `share` of the tokens, at least one, drawn from those not clipped with covariance in (low, high)."""
     mask_T = mask_T.bool()
     log_ratio_T, advantages_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T), clean(advantages_T, mask_T)
     clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)

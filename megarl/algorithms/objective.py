@@ -88,11 +88,9 @@ class Objective:
             values_T = clean(values_T, batch.mask)
             own = {"whiten": False} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}
             returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
-        copied = {field.name for field in fields(TrainBatch)} - {"extra_labels", "routes"}
+        replaced = {"extra_labels": scores.teacher_top_ids, "routes": scores.routes or batch.routes}
         scored = ScoredBatch(
-            **{name: getattr(batch, name) for name in copied},
-            extra_labels=scores.teacher_top_ids,
-            routes=scores.routes or batch.routes,
+            **{field.name: getattr(batch, field.name) for field in fields(TrainBatch)} | replaced,
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,
@@ -170,10 +168,9 @@ class Objective:
         options = algorithm.loss_bounds | algorithm.loss_options
         if select_T is not None:
             options["select_T"] = rows.select(select_T)
-        weights_M, sums = _correction(new_M, old_M, rollout_M, advantages_M, rows, algorithm)
-        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](
-            new_M, old_M, advantages_M, mask_M, rows.cu_seqlens, **options
-        )
+        weights_M, sums = self._correction(new_M, old_M, rollout_M, advantages_M, rows)
+        inputs = (new_M, old_M, advantages_M, mask_M, rows.cu_seqlens)
+        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](*inputs, **options)
         loss_M = loss_M * weights_M
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
@@ -193,11 +190,27 @@ class Objective:
                 loss_M = loss_M - algorithm.entropy_coef * sums["entropy"]
         return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
+    def _correction(
+        self, new_M: Tensor, old_M: Tensor, rollout_M: Tensor, advantages_M: Tensor, rows: MicrobatchRows
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
+        name, options = self.algorithm.correction, self.algorithm.correction_options
+        sampled = (old_M, rollout_M, rows.mask, rows.cu_seqlens)
+        weights_M = CORRECTIONS[name](*sampled, logprobs_T=new_M, advantages_T=advantages_M, **options)
+        importance_M = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](*sampled, cap=torch.inf)
+        truncates = name in ("tis", "seq_tis", "icepop")
+        changed_M = (weights_M != importance_M) if truncates else rows.mask & (weights_M == 0)
+        return weights_M, {
+            "correction/weight": weights_M,
+            "correction/clipped": changed_M,
+            "importance_weight": importance_M,
+            "importance_weight_squared": importance_M.double().square(),
+        }
+
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
         """Returns the metrics of an update, from the means that `loss` measures.
 
-        correction/ess is the effective sample size under uncorrected importance weights w, as a fraction of n:
-        (sum w)^2 / (n sum w^2).
+        correction/ess is the effective sample size of uncorrected importance weights, over n: (sum w)^2 / (n sum w^2).
         """
         metrics = dict(means)
         weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
@@ -274,8 +287,7 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
-    # exactly 0 without such a step, however large the reward
-    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
+    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]  # exactly 0 without such a step
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
 
@@ -300,27 +312,3 @@ def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> floa
     trained_N = rows.num_tokens_N > 0
     mean = float(rows.mean(kl_T.double())[trained_N].mean())
     return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
-
-
-def _correction(
-    logprobs_M: Tensor,
-    old_M: Tensor,
-    rollout_M: Tensor,
-    advantages_M: Tensor,
-    rows: MicrobatchRows,
-    algorithm: Algorithm,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
-    name, sampled = algorithm.correction, (old_M, rollout_M, rows.mask, rows.cu_seqlens)
-    weights_M = CORRECTIONS[name](
-        *sampled, logprobs_T=logprobs_M, advantages_T=advantages_M, **algorithm.correction_options
-    )
-    importance_M = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](*sampled, cap=float("inf"))
-    truncates = name in ("tis", "seq_tis", "icepop")
-    changed_M = (weights_M != importance_M) if truncates else rows.mask & (weights_M == 0)
-    return weights_M, {
-        "correction/weight": weights_M,
-        "correction/clipped": changed_M,
-        "importance_weight": importance_M,
-        "importance_weight_squared": importance_M.double().square(),
-    }

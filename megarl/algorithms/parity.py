@@ -35,11 +35,9 @@ class Parity:
         return {"logprob_diff/mean": self.mean, "logprob_diff/max": self.max, "kl/rollout": self.kl}
 
 
-# Relative rounding error of a sublayer's output. fp32 kernels also differ in exp and rotary tables. tf32, for fp32 on a
-# GPU, and fp8 have not been measured on one.
+# Relative rounding error of a sublayer's output. fp32 kernels also differ in exp; tf32 and fp8 have not been measured.
 FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "fp8": 2**-4}
-# Absolute error of log-softmax in fp32. Its exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens.
-LOG_SOFTMAX_ERROR = 2**-17
+LOG_SOFTMAX_ERROR = 2**-17  # absolute, in fp32; exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens
 MAX_EXCESS = 2.0
 
 

@@ -28,11 +28,10 @@ def ks_of(samples: int) -> list[int]:
 def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
     """The 95% interval of the mean score over problems like these, from each problem's score over `samples` samples.
 
-    Wilson's interval, with the effective number of independent samples in place of their number (Franco et al.,
-    "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7,
-    2019): between the number of problems, when the samples of a problem all agree, and `samples` times that, when
-    problems do not differ. Unlike the normal interval (arXiv 2411.00640), it stays within 0..1 and does not shrink to a
-    point when every score is 0 or 1. `samples` None: scores are not right or wrong, and get the normal interval.
+    Wilson's interval, with the effective number of independent samples (Franco et al., "Comparative Study of Confidence
+    Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7, 2019): that of problems, when the
+    samples of each all agree, to `samples` times that, when problems do not differ. Unlike the normal interval (arXiv
+    2411.00640), which `samples` None gives, it stays within 0..1 and has a width when every score is 0 or 1.
     """
     n, mean = len(scores), fmean(scores)
     spread = variance(scores) if n > 1 else 0.0

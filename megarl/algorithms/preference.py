@@ -2,7 +2,6 @@
 
 Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. The loss of a pair lies at the last
 position of its better row, where `pair_weights` has its share of the loss of its update.
-
 N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micro-batch.
 """
 
@@ -72,14 +71,12 @@ def dpo_losses(
 ) -> TokenLosses:
     """A types.Loss, once its first three arguments are bound. A reward is beta x log-ratio; sums are over pairs.
 
-    `reference_N` fp64 are `response_logprobs` under the reference; None: the policy before the update, whose forward
-    pass this is.
+    `reference_N` fp64: `response_logprobs` under the reference; None: under the policy in this very forward pass.
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)
     policy_R = response_logprobs(outputs.logprobs_T, rows.mask, rows.cu_seqlens, average=options.averages)
-    index_R = torch.tensor(rows.rows, dtype=torch.int64)
-    reference_R = policy_R.detach() if reference_N is None else to_device(reference_N[index_R], policy_R.device)
+    reference_R = policy_R.detach() if reference_N is None else to_device(reference_N[[*rows.rows]], policy_R.device)
     loss_Q = dpo(
         policy_R, reference_R, pairs, beta=options.beta, loss=options.loss, label_smoothing=options.label_smoothing
     )
@@ -98,7 +95,7 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
     index_R = torch.tensor(rows.rows, dtype=torch.int64)
     places = torch.full((batch.num_rows,), -1).index_put((index_R,), torch.arange(len(rows.rows)))[batch.pairs]
     is_here_P = places[:, 0] >= 0
-    assert torch.equal(is_here_P, places[:, 1] >= 0), "a pair is split between micro-batches: plan with units=group"
+    assert torch.equal(is_here_P, places[:, 1] >= 0), "a pair is split between micro-batches"
     return to_device(places[is_here_P], rows.mask.device), to_device(batch.margins[is_here_P], rows.mask.device)
 
 
@@ -113,8 +110,7 @@ def pair_losses(loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, row
 def pair_weights(batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False) -> Tensor:
     """[T] fp64: the share of each pair in the loss of its update, at every position of its rows.
 
-    All pairs of an update count equally; with `by_prompt` all prompts do, whose K responses have up to K (K - 1) / 2
-    pairs each (arXiv 2203.02155, equation 1).
+    All pairs of an update count equally; with `by_prompt` all prompts do, as in arXiv 2203.02155, equation 1.
     """
     weights_N = torch.zeros(batch.num_rows, dtype=torch.float64)
     better_P, num_groups = batch.pairs[:, 0], int(batch.group.max()) + 1 if batch.num_rows else 0

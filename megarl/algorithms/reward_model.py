@@ -60,8 +60,7 @@ def ranking_losses(
 ) -> TokenLosses:
     """A types.Loss, once its first three arguments are bound: the loss of every pair. Sums are over pairs.
 
-    All K (K - 1) / 2 pairs of a prompt share a micro-batch, which computes each response once (InstructGPT, arXiv
-    2203.02155, section 3.5).
+    All pairs of a prompt share a micro-batch, which computes each response once (arXiv 2203.02155, section 3.5).
     """
     pairs, margins = local_pairs(batch, rows)
     scores_R = scores(outputs, rows)

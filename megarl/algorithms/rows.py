@@ -1,8 +1,7 @@
-"""Sums over the rows and the groups of a flat batch.
+"""Sums over the rows and the groups of a flat batch. Row n is x_T[cu_seqlens[n]:cu_seqlens[n + 1]].
 
-T = positions, N = rows, R = runs, V = values that belong to groups, G = groups.
-Row n is x_T[cu_seqlens[n]:cu_seqlens[n + 1]]. `clean` replaces masked values by 0 before any arithmetic, so a NaN at a
-masked position changes nothing.
+T = positions, N = rows, R = runs, V = values that belong to groups, G = groups. `clean` replaces masked values by 0
+before any arithmetic, so a NaN at a masked position changes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a flat batch and their True positions.
-
-    A run is a maximal stretch of one row with equal mask. A row's sum is that of its True runs, so whatever is at False
-    positions does not matter.
-    """
+    """The rows of a flat batch and their True positions. A run is a maximal stretch of one row with equal mask; only
+    True runs are summed, so what is at False positions does not matter."""
 
     mask_T: Tensor  # [T] bool
     cu_seqlens: Tensor  # [N + 1] int64

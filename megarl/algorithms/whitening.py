@@ -61,8 +61,8 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
 
-    `stats` are those of the whole rollout batch, where `x_T` is a part of it; `biased`: the variance divides by n, not
-    by n - 1. Values that are all equal, or too large to square, become exactly 0.
+    `stats`: of the whole batch, where `x_T` is a part of it; `biased`: the variance divides by n, not by n - 1. Values
+    that are all equal, or too large to square, become exactly 0.
     """
     dtype = at_least_fp32(x_T.dtype)
     stats = whiten_stats(x_T, mask_T) if stats is None else stats

@@ -92,7 +92,7 @@ def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
         "which has no effect with one update per batch, that records its own routes; raise train.updates_per_step or "
         "epochs_per_batch, or use engine": mode == "trainer" and updates == 1,
     }
-    refuse({f"rollout.router_replay={mode}, {text}": is_wrong for text, is_wrong in problems.items()})
+    refuse(problems, f"rollout.router_replay={mode}, ")
 
 
 def check_gpu_trainer(config: Config, shape: ModelShape) -> None:

@@ -24,10 +24,7 @@ def characters(create: Create) -> tuple[str, ...]:
 
 
 def hf_config(create: Create) -> dict[str, Any]:
-    """Returns the config.json of a random model: keys that all families share, then those of its family.
-
-    Raises ValueError for sizes that do not fit together.
-    """
+    """Returns the config.json of a random model. Raises ValueError for sizes that do not fit together."""
     head_dim = create.head_dim or create.hidden // create.heads
     family = _check_sizes(create, head_dim)
     values: dict[str, Any] = {
@@ -80,5 +77,5 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
         f"experts_per_token={chosen} exceeds experts={experts}; lower it": family.is_moe and chosen > experts,
         f"vocab={create.vocab} leaves no room for text; use at least {least}": (create.vocab or least) < least,
     }
-    refuse({f"model.create: {text}": is_wrong for text, is_wrong in problems.items()})
+    refuse(problems, "model.create: ")
     return family

@@ -82,8 +82,7 @@ class Task(Section):
 class KlTerm(Section):
     """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
 
-    # old: the policy before the first update on the batch, as PPO penalises (arXiv 1707.06347, section 4)
-    against: Literal["reference", "old"] = "reference"
+    against: Literal["reference", "old"] = "reference"  # old: the policy before a batch's updates (arXiv 1707.06347, 4)
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
     coef: NonNegativeFloat = 0.0
@@ -179,8 +178,7 @@ class Critic(Section):
     clip: PositiveFloat | None = 0.2  # of the change of a value in a step's updates (VALUE_LOSSES); null: off
     # lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); None: as the advantage's
     lam: float | None = Field(default=None, ge=0, le=1)
-    # of responses cut at rollout.max_tokens: the value after the last token is their remaining reward; off: it is 0
-    bootstrap_truncated: bool = False
+    bootstrap_truncated: bool = False  # the remaining reward of a response cut by length is the value after it, not 0
 
 
 class ParallelSizes(Section):
@@ -216,8 +214,7 @@ class Rollout(Section):
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
-    # fp8: linear layers of the engine in blocks of 128 x 128 with a scale each, quantised during the sync
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: Literal["none", "fp8"] = "none"  # fp8: the engine's linear layers, a scale per 128 x 128 weights
     # whose choice of experts the trainer replays: the engine's, or that of its own forward pass before the updates
     router_replay: Literal["none", "engine", "trainer"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
@@ -247,8 +244,7 @@ class Train(Section):
 
 
 class Trainer(Section):
-    # for Megatron-Core's TransformerConfig and DistributedDataParallelConfig (megarl.config.library_options)
-    megatron_options: Options = {}
+    megatron_options: Options = {}  # for Megatron-Core's config dataclasses (megarl.config.library_options)
 
 
 class Precision(Section):
@@ -267,8 +263,7 @@ class Checkpoint(Section):
     keep: PositiveInt = 3
     asynchronous: bool = True  # write in the background, from a copy in host memory
     resume: str = "auto"  # auto | never | the folder of a checkpoint
-    # export a Hugging Face model: at the end, or every N steps and at the end
-    export_hf: Literal["never", "end"] | PositiveInt = "never"
+    export_hf: Literal["never", "end"] | PositiveInt = "never"  # a Hugging Face model; N: every N steps and at the end
     # bf16: the weights as trained (in train.dtype); same: rounded to the block format of model.path, if it has one
     export_format: Literal["bf16", "same"] = "bf16"
 
@@ -281,8 +276,7 @@ class FallbackLayout(Section):
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # of the trainer, in the split topology
-    # None: the launcher's LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8 processes
-    processes_per_node: PositiveInt | None = None
+    processes_per_node: PositiveInt | None = None  # None: LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8
     timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
     # split: how often, in all, a lost engine is started again, or the trainer from its last checkpoint; then exit 3
     max_restarts: NonNegativeInt = 3

@@ -19,10 +19,10 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
-def refuse(problems: Mapping[str, object]) -> None:
-    """Raises ValueError with the first message whose condition holds; `problems`: message -> condition."""
+def refuse(problems: Mapping[str, object], start: str = "") -> None:
+    """Raises ValueError with `start` and the first message whose condition holds; `problems`: message -> condition."""
     if problem := next((text for text, is_wrong in problems.items() if is_wrong), None):
-        raise ValueError(problem)
+        raise ValueError(start + problem)
 
 
 def _check_pattern(pattern: str) -> str:
@@ -82,11 +82,9 @@ class Lora(Section):
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # an adapter adds alpha / rank * B A x
-    # names of linear layers in the Hugging Face model, such as q_proj; all-linear: all but router and output layer
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] = ("all-linear",)  # Hugging Face's names, as q_proj; all-linear: but router and head
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of an adapter's input, in the stages sft and dpo
-    # merged: the engine gets base + adapters; adapter: it keeps the base, and later syncs move the adapters only
-    sync: Literal["merged", "adapter"] = "merged"
+    sync: Literal["merged", "adapter"] = "merged"  # adapter: the engine keeps the base, and later syncs move adapters
     path: str | None = None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model
 
 

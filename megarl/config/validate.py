@@ -2,8 +2,7 @@
 
     Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
 
-Pure arithmetic and a few small files, without torch, so that a mistake surfaces in a second. Checks that import a task
-or a reward are in `megarl.launch.preflight`.
+Without torch, so a mistake surfaces in a second. Checks that import a task or a reward are in megarl.launch.preflight.
 """
 
 from __future__ import annotations
@@ -196,12 +195,8 @@ def _check_problems(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
-    for key, known in (
-        ("advantage", names.ADVANTAGES),
-        ("loss", names.LOSSES),
-        ("aggregation", names.AGGREGATIONS),
-        ("correction", names.CORRECTIONS),
-    ):
+    functions = {"advantage": names.ADVANTAGES, "loss": names.LOSSES, "correction": names.CORRECTIONS}
+    for key, known in {"aggregation": names.AGGREGATIONS, **functions}.items():
         if (name := getattr(algorithm, key)) not in known:
             raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
         if isinstance(known, Mapping):

@@ -1,10 +1,9 @@
 """Packs rows into micro-batches under a token budget: equal cost and the same number of micro-batches on every rank.
 
-Pure: every rank computes the same plan from the same lengths.
-
     rows -> updates (groups stay together) -> ranks (equal cost) -> bins of at most `max_tokens`, in order
 
 A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrix products are linear in its length, attention is quadratic.
+Pure: every rank computes the same plan from the same lengths.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import numpy as np
 
 from megarl.config.schema import Train
 from megarl.layout import Layout
-from megarl.types import MicrobatchPlan, TokenBatch, TrainBatch
+from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# row length at which attention costs as much as the matrix products of a layer, about 12 x the hidden size
-ATTENTION_LENGTH = 24576
+ATTENTION_LENGTH = 24576  # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
 MAX_SWAPS = 1000
 
 
@@ -34,9 +32,10 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Plans which rows each rank runs in each micro-batch of each update.
 
-    Rows of one unit (consecutive equal ids, such as those of a preference pair) stay in one micro-batch. `shuffle`
-    seeds a random order of groups; None keeps that of the batch.
+    Rows of one unit (consecutive equal ids; of a PreferenceBatch, its groups) stay in one micro-batch. `shuffle` seeds
+    a random order of groups; None keeps that of the batch.
     """
+    units = batch.group.tolist() if isinstance(batch, PreferenceBatch) else units
     lengths = batch.cu_seqlens.diff().tolist()
     rows = plan_rows(
         lengths,
@@ -75,8 +74,6 @@ def plan_rows(
     one unit in one micro-batch. Every rank has the same number of micro-batches, a multiple of `multiple`, some empty
     if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens_per_microbatch={max_tokens} is not positive; set it to 1 or more")
     all_rows = range(len(lengths))
     row_units, row_groups = units or all_rows, groups or all_rows
     rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]

@@ -56,10 +56,9 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
     for group in groups:
         samples, labels = group.samples, [float(sample.reward or 0.0) for sample in group.samples]
         if len(set(labels)) > 1:
-            if pairs == "best_worst":
-                samples = [samples[labels.index(end)] for end in (max(labels), min(labels))]
-                labels = [max(labels), min(labels)]
-            result.append(Ranking(tuple((sample.tokens, sample.trainable) for sample in samples), tuple(labels)))
+            ranked = range(len(labels)) if pairs == "all" else [labels.index(max(labels)), labels.index(min(labels))]
+            rows = tuple((samples[i].tokens, samples[i].trainable) for i in ranked)
+            result.append(Ranking(rows, tuple(labels[i] for i in ranked)))
     return result
 
 

@@ -77,8 +77,7 @@ class Source:
 def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
     """Loads a task, or every part of a mixture; no stored problem of `eval_tasks` is trained on.
 
-    What a hash holds out of one part is not removed from a part that is not assigned by a hash. Raises ValueError or
-    FileNotFoundError.
+    What a hash holds out of one part may be in a part that no hash splits. Raises ValueError or FileNotFoundError.
     """
     parts = [
         (part.weight, task.model_copy(update={"name": part.name, "options": part.options, "mixture": ()}))

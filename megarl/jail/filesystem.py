@@ -3,9 +3,8 @@
     new mount namespace --tmpfs--> / --bind mounts--> what is readable
                                    `--> the folder: another tmpfs, whose bytes and files the kernel limits
 
-Nothing else exists there, so that not even names, sizes and times of other files can be read. Where the kernel refuses
-the namespace (in some containers), Landlock alone denies reading and writing other files, but not `stat`, and the
-caller must measure the folder.
+Nothing else exists there, not even names, sizes and times of other files. Where the kernel refuses the namespace (in
+some containers), Landlock alone denies reading and writing other files, but not `stat`; the caller measures the folder.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
        |  <------- pid, exit status ------- |                ^
        +-- target, spec: on the job's own control socket ----+
 
-The server is a script in an empty environment without the caller's descriptors. It imports the standard library and the
-modules to preload, and never reads what a child writes: results travel on the job's descriptors. A child shares nothing
-writable with its siblings and leads its own session. It dies with the server, which dies with the caller, and is killed
-when its control socket is closed.
+The server has an empty environment and none of the caller's descriptors. It imports the modules to preload, and never
+reads what a child writes: results travel on the job's descriptors. A child shares nothing writable with its siblings,
+leads its own session, dies with the server, as that with the caller, and is killed when its control socket is closed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -35,7 +34,6 @@ BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 1 << 20
 READY = "ready"
 KINDS = BY_SIGNAL | {int(signal.SIGPROF): "timeout"}
-
 
 Item = tuple[Any, ...]
 Spec = tuple[str, Any, Sequence[Item], float]  # factory, context, items, timeout_s
@@ -86,17 +84,12 @@ class JudgePool:
 def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
     """Verdicts on all items, or up to the first that ends the child. Raises ForkServerError if it made no judge."""
     factory, _, items, timeout_s = spec
+    temporary = tempfile.TemporaryDirectory(prefix="megarl-judge-", ignore_cleanup_errors=True)
     reader, writer = os.pipe()
-    folder = tempfile.mkdtemp(prefix="megarl-judge-")
-    try:
-        try:
+    with temporary as folder, open(reader, "rb", 0):
+        with open(writer, "wb", 0):
             child = server.start("megarl.jail.judging:serve", (spec, folder), [writer])
-        finally:
-            os.close(writer)
         lines, status, is_late = _read_lines(child, reader, timeout_s)
-    finally:
-        os.close(reader)
-        shutil.rmtree(folder, ignore_errors=True)
     if lines[:1] != [READY]:
         detail = lines[0] if lines else "too late" if is_late else f"exit status {status}"
         raise ForkServerError(f"the judge {factory} did not start: {detail}")

@@ -4,9 +4,8 @@
                                <--reply on the standard input-- trainer <-- plain values
     report {"verdict": kind of failure, "why"}
 
-No code or object of the solution is in this process, and no expected value leaves it. The solution's functions return
-plain data; only its classes (capitalised names) give objects, whose attributes are read and whose methods are called in
-the solution's jail. One equals nothing but itself.
+No code or object of the solution is in this process, and no expected value leaves it. Functions return plain data; only
+classes (capitalised names) give objects, which are used in the solution's jail. One equals nothing but itself.
 """
 
 from __future__ import annotations

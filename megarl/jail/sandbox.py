@@ -14,7 +14,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import stat
 import sys
@@ -25,7 +24,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.jail.filesystem import MAX_FILES
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError
@@ -40,8 +39,7 @@ SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/
 BY_SIGNAL: dict[int, str] = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}
 REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
 MALFORMED: dict[str, Any] = {}
-Returned = TypeVar("Returned")
-Steps = Generator[None, None, Returned]
+Steps = Generator[None, None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,41 +94,34 @@ class JailedProcess:
     report_bytes: int = 0  # of this turn
     turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
+    ended: Run = Run("")  # set once `steps` is exhausted
 
     def __post_init__(self) -> None:
         self.files = {"solution.py": self.source, "stdin.txt": self.stdin}
 
     def run(self, deadline: float) -> Run:
-        steps = self.steps(deadline)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as ended:
-                return ended.value
+        for _ in self.steps(deadline):
+            pass
+        return self.ended
 
-    def steps(self, deadline: float) -> Steps[Run]:
+    def steps(self, deadline: float) -> Generator[None, None, None]:
         """Yields after every report, while nothing is read or limited; the caller may set `turn_deadline`."""
-        folder = tempfile.mkdtemp(prefix="megarl-code-")
-        report, stdout = os.pipe(), os.pipe()
-        try:
+        temporary = tempfile.TemporaryDirectory(prefix="megarl-code-", ignore_cleanup_errors=True)
+        (report, report_end), (stdout, stdout_end) = os.pipe(), os.pipe()
+        with temporary as folder, open(report, "rb", 0), open(stdout, "rb", 0):
             for name, text in self.files.items():
                 Path(folder, name).write_bytes(text.encode("utf-8", "replace"))
             try:
-                process = self._start(folder, stdout[1], report[1])
-            finally:
-                os.close(stdout[1])
-                os.close(report[1])
-            try:
-                violation = yield from self._watch(process, stdout[0], report[0], folder, deadline)
-            finally:
-                status = process.kill()
-        except ForkServerError as error:
-            return Run("sandbox", detail=str(error))
-        finally:
-            os.close(stdout[0])
-            os.close(report[0])
-            shutil.rmtree(folder, ignore_errors=True)
-        return self._classify(violation, status)
+                with open(report_end, "wb", 0), open(stdout_end, "wb", 0):
+                    process = self._start(folder, stdout_end, report_end)
+                try:
+                    violation = yield from self._watch(process, stdout, report, folder, deadline)
+                finally:
+                    status = process.kill()
+            except ForkServerError as error:
+                self.ended = Run("sandbox", detail=str(error))
+                return
+        self.ended = self._classify(violation, status)
 
     def _start(self, folder: str, stdout: int, report: int) -> Child:
         spec = asdict(self.limits) | {
@@ -144,7 +135,7 @@ class JailedProcess:
             requests = stdin.fileno() if self.requests is None else self.requests
             return SERVER.start("megarl.jail.jailed:run", spec, (requests, stdout, report))
 
-    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> Steps[str]:
+    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> Steps:
         """Read until the process ends by itself ("") or exceeds a limit, for which it must be killed; returns that.
 
         The first report, before the code runs, starts its `time_s`; the caller of `steps` may prolong them.
@@ -212,8 +203,7 @@ class JailedProcess:
 def _excess(pid: int, folder: str, disk_bytes: int) -> str:
     """The limit that a process exceeds where the kernel does not enforce it: "threads", "disk" or "".
 
-    Counts files in the folder, and open files without a name. Between two checks a process can write up to
-    RLIMIT_FSIZE times RLIMIT_NOFILE.
+    Counts files in the folder and open ones without a name. Between checks a process can write FSIZE x NOFILE bytes.
     """
     with suppress(OSError):
         if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MAX_THREADS:

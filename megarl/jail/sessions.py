@@ -33,10 +33,10 @@ class Ended(Exception):
 class Session:
     """A jailed process that answers requests one by one; it must be closed, and raises Ended if it ends before."""
 
-    def __init__(self, source: str, limits: Limits, mode: str, *, num_turns: int, deadline: float) -> None:
+    def __init__(self, source: str, limits: Limits, mode: str, *, num_tests: int, deadline: float) -> None:
         self._reader, self._requests = os.pipe()
         os.set_blocking(self._requests, False)
-        self._process = JailedProcess(source, limits, mode=mode, requests=self._reader, num_turns=num_turns)
+        self._process = JailedProcess(source, limits, mode, requests=self._reader, num_turns=1 + num_tests)
         self._steps = self._process.steps(deadline)
         self._num_read = 0
 
@@ -80,17 +80,15 @@ class Session:
         return self.receive(until)
 
     def _step(self) -> None:
-        try:
-            next(self._steps)
-        except StopIteration as ended:
-            raise Ended(ended.value) from None
+        if next(self._steps, "ended"):
+            raise Ended(self._process.ended)
 
 
 class Solution(Session):
     """A solution that is called."""
 
     def __init__(self, source: str, limits: Limits, *, num_tests: int, deadline: float) -> None:
-        super().__init__(source, limits, "solution", num_turns=1 + num_tests, deadline=deadline)
+        super().__init__(source, limits, "solution", num_tests=num_tests, deadline=deadline)
 
     def load(self, turn: Callable[[], float]) -> None:
         """`turn` returns the end of a turn that begins now."""
@@ -117,7 +115,7 @@ class Tests(Session):
 
     def __init__(self, limits: Limits, *, num_tests: int, deadline: float) -> None:
         limits = replace(limits, output_bytes=limits.output_bytes + TESTS_OUTPUT_BYTES)
-        super().__init__("", limits, "tests", num_turns=1 + num_tests, deadline=deadline)
+        super().__init__("", limits, "tests", num_tests=num_tests, deadline=deadline)
 
     def prepare(self, names: Sequence[str], errors: Sequence[str], until: float) -> None:
         """`names` are the solution's; `errors` are classes of exceptions that it should raise."""

@@ -19,8 +19,7 @@ KILL, EPERM, ENOSYS, ALLOW = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
 FIRST_RECENT = 424  # calls since Linux 5.1, with one number on every architecture
 X32 = 0x40000000  # x32 numbers the same calls differently
 
-# number on x86_64, number on aarch64 (None: does not exist)
-ALLOWED = {
+ALLOWED = {  # number on x86_64, number on aarch64 (None: does not exist)
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "lseek": (8, 62), "close": (3, 57),
     "close_range": (436, 436), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None),

@@ -21,8 +21,6 @@ from megarl.jail.proxies import run_tests
 from megarl.jail.values import decode, encode, refuse
 
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
-
-
 KINDS = {MemoryError: "memory", PermissionError: "forbidden", AssertionError: "wrong_answer", SystemExit: "exited"}
 BY_ERRNO = {errno.EXDEV: "forbidden", errno.EFBIG: "disk", errno.ENOSPC: "disk"}  # EXDEV: a link out
 
@@ -123,9 +121,8 @@ def write(report: int, line: dict[str, Any], dumps: Any = json.dumps, send: Any 
 def take_requests() -> BinaryIO:
     """The standard input, which the code then finds empty."""
     requests = os.fdopen(os.dup(0), "rb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
     return requests
 
 

@@ -8,7 +8,7 @@ The trainer never decodes one, so that it builds no set or dict of untrusted key
 
 from __future__ import annotations
 
-import sys
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ MAX_DEPTH = 100  # of nested containers
 MAX_ITEMS = 10_000  # of an iterator, which may be endless
 SEQUENCES = ("tuple", "set", "frozenset", "complex", "fraction", "range", "iterator")
 TEXTS = ("int", "bytes", "decimal")
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+LISTED = (deque, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class NotPlain(Exception):
@@ -54,18 +54,15 @@ def _encode_rare(value: Any, refer: Callable[[Any], int]) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
         return {"range": [encode(number, refer) for number in (value.start, value.stop, value.step)]}
-    if isinstance(value, VIEWS):
+    if isinstance(value, LISTED):
         return [encode(item, refer) for item in value]
     if refer is refuse and hasattr(type(value), "__next__"):
         return {"iterator": [encode(item, refer) for item in islice(value, MAX_ITEMS)]}
-    module = type(value).__module__
-    if module in ("decimal", "_decimal", "fractions", "collections"):  # imported only if the code does
-        if isinstance(value, sys.modules["collections"].deque):
-            return [encode(item, refer) for item in value]
-        if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
-            return {"fraction": [encode(value.numerator, refer), encode(value.denominator, refer)]}
-        if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
-            return {"decimal": str(value)}
+    name = f"{type(value).__module__}.{type(value).__name__}"  # of classes that are imported only if the code does
+    if name == "fractions.Fraction":
+        return {"fraction": [encode(value.numerator, refer), encode(value.denominator, refer)]}
+    if name == "decimal.Decimal":
+        return {"decimal": str(value)}
     if hasattr(value, "tolist"):  # NumPy
         return encode(value.tolist(), refer)
     return {"object": refer(value)}

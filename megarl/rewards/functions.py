@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megarl.rewards.interface import Score, ScoreRequest, try_score, unknown_option
+from megarl.rewards.interface import Score, ScoreRequest, check_options, try_score
 from megarl.rewards.time_limit import call_with_time_limit
 
 # supplied for each sample, hence not accepted as options
@@ -39,9 +39,7 @@ class FunctionReward:
         accepted = None
         if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             accepted = frozenset(p.name for p in parameters)
-            known = sorted(accepted - ARGUMENTS)
-            if unknown := next((option for option in options if option not in known), None):
-                raise unknown_option(name, unknown, known)
+            check_options(name, options, sorted(accepted - ARGUMENTS))
         return cls(function, accepted, options, timeout_s)
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -9,7 +9,7 @@ policy failed (its code exceeded the time limit, for example), and the metrics c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -67,8 +67,7 @@ class ScoreError(Exception):
 class BatchReward:
     """One reward of a config. Calling it scores a batch in order and never raises.
 
-    It runs on a separate thread, for which the scorer waits `total_s` seconds. None: it runs on the calling thread, and
-    limits the time of each sample itself.
+    The scorer waits `total_s` seconds for its thread; None: it runs on the calling one, and limits each sample's time.
     """
 
     name: str
@@ -100,8 +99,7 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
 
 def parse_options(section: type[Options], reward: Reward) -> Options:
     """Validates a reward's options. Raises ValueError with the values and the remedy."""
-    if unknown := next((name for name in reward.options if name not in section.model_fields), None):
-        raise unknown_option(reward.name, unknown, section.model_fields)
+    check_options(reward.name, reward.options, section.model_fields)
     try:
         return section.model_validate(reward.options)
     except ValidationError as error:
@@ -114,6 +112,7 @@ def parse_options(section: type[Options], reward: Reward) -> Options:
         raise ValueError(f"rewards: name={reward.name!r}, {where}: {allowed}") from None
 
 
-def unknown_option(reward: str, unknown: str, known: Iterable[str]) -> ValueError:
-    remedy = did_you_mean(unknown, known, f"it takes {', '.join(known) or 'none'}; remove it")
-    return ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {remedy}")
+def check_options(reward: str, options: Iterable[str], known: Collection[str]) -> None:
+    if unknown := next((name for name in options if name not in known), None):
+        remedy = did_you_mean(unknown, known, f"it takes {', '.join(known) or 'none'}; remove it")
+        raise ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {remedy}")

@@ -5,9 +5,8 @@
     rewards: [{name: model, weight: 1.0, options: {path: FOLDER}}, {name: format, weight: 0.1}]
 
 `path` is a folder that stage reward_model exported, or a sequence classifier with one label, with the policy's
-tokenizer. The scorer of a replica leaves this reward out; its scores are added once the samples are on every rank. A
-process reward model scores the steps of a response (process.py) at their last tokens, for `algorithm.advantage:
-grpo_process`. A model with another tokenizer, or on other machines, is a server: `megarl serve-reward FOLDER`.
+tokenizer; one with another, or on other machines, is a server: `megarl serve-reward FOLDER`. A process reward model
+scores the steps of a response (process.py) at their last tokens, for `algorithm.advantage: grpo_process`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ModelReward:
             if sample.reward is not None and (row := self._step_ends(sample)) is not None:
                 ends[number] = row
             elif sample.reward is not None:
-                result[number] = _dropped(sample, "no_tokens")
+                result[number] = sample.without_reward("reward/model/no_tokens")
         values = self._values([samples[number] for number in ends], [*ends.values()]) if ends else []
         for (number, row), scores in zip(ends.items(), values, strict=True):
             result[number] = self._added(samples[number], scores, row)
@@ -75,7 +74,7 @@ class ModelReward:
 
     def _added(self, sample: Sample, values: Sequence[float], ends: Sequence[int]) -> Sample:
         if not all(map(math.isfinite, values)):
-            return _dropped(sample, "nan")
+            return sample.without_reward("reward/model/nan")
         mean = fmean(values) if values else 0.0
         steps = tuple((end, self.weight * value) for end, value in zip(ends, values, strict=False))
         # without an outcome, the reward only shows the mean of the steps
@@ -88,7 +87,3 @@ class ModelReward:
             step_rewards=(*sample.step_rewards, *steps),
             has_outcome=sample.has_outcome or not (self.is_process or self.weight == 0),
         )
-
-
-def _dropped(sample: Sample, cause: str) -> Sample:
-    return replace(sample, reward=None, extra={**sample.extra, "dropped": f"reward/model/{cause}"})

@@ -54,19 +54,15 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
     """Raises ValueError if the tests cannot be read, and Unjudgeable; `entry` is the function under test."""
     try:
         with ONE_PARSER:
-            return _read(texts, entry)
+            body = [statement for text in texts for statement in _flatten(ast.parse(text).body, entry)]
+            module = ast.Module(body, [])
+            names, errors, imports = _solution_names(module, entry)
+            _check_judgeable(module, names, errors, entry)
+            _mark_in_place(module, names)
+            ast.fix_missing_locations(module)
+            return _split(module.body, imports, names, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
-
-
-def _read(texts: tuple[str, ...], entry: str | None) -> Script:
-    body = [statement for text in texts for statement in _flatten(ast.parse(text).body, entry)]
-    module = ast.Module(body, [])
-    names, errors, imports = _solution_names(module, entry)
-    _check_judgeable(module, names, errors, entry)
-    _mark_in_place(module, names)
-    ast.fix_missing_locations(module)
-    return _split(module.body, imports, names, errors)
 
 
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:

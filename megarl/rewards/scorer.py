@@ -4,9 +4,8 @@
                            +--> code, servers, judges: on their own threads, while others ------+
                                 are still generated
 
-A score without a value drops the sample: its reward is None, and extra["dropped"] is `reward/<name>/<cause>`.
-extra["counted"] has the causes of scores with a value (such as 0 for code that never ended). Only a server that no
-sample could reach, with all retries, stops the run, which can be resumed.
+A dropped sample has the reward None and extra["dropped"] = `reward/<name>/<cause>`; extra["counted"] has the causes of
+scores with a value. Only a server that no sample could reach, with all retries, stops the run, which can be resumed.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Scorer:
 
     def _dropped(self, sample: Sample, cause: str, detail: str) -> Sample:
         self._log_once(cause, sample, "is dropped", detail)
-        return replace(sample, reward=None, extra={**sample.extra, "dropped": cause})
+        return sample.without_reward(cause)
 
     def _log_once(self, cause: str, sample: Sample, effect: str, detail: str) -> None:
         if cause not in self.logged:

@@ -21,13 +21,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import child_env
 from megarl.rewards.interface import ScoreError
 
-T = TypeVar("T")
 START_S = 30.0  # a worker may exceed the limit by this much: it imports the function first
 
 
@@ -59,9 +58,9 @@ def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, A
     return _call_in_worker(task, timeout_s)
 
 
-def on_daemon_thread(function: Callable[[], T]) -> Future[T]:
+def on_daemon_thread(function: Callable[[], Any]) -> Future[Any]:
     """Run `function` on a thread that does not keep the process alive, since it may never finish."""
-    future: Future[T] = Future()
+    future = Future[Any]()
 
     def run() -> None:
         try:

@@ -50,5 +50,5 @@ class Shaping:
             sample = replace(sample, reward=(sample.reward or 0.0) + penalty, rewards=rewards)
         values = [sample.reward or 0.0, *(reward for _, reward in sample.step_rewards)]
         if any(abs(value) > LARGEST for value in values):
-            return replace(sample, reward=None, extra={**sample.extra, "dropped": "reward/total/overflow"})
+            return sample.without_reward("reward/total/overflow")
         return sample

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megarl.algorithms.preference import dpo_losses, pair_weights, response_logprobs
 from megarl.config.section import Dpo
-from megarl.data.packing import plan_microbatches
 from megarl.stages.evaluation import with_interval
 from megarl.trainer.reference import FrozenBase, Reference
 from megarl.trainer.trainer import Trainer
@@ -37,9 +36,7 @@ class DpoLearner:
         with self.span("logprobs"):
             reference_N = self.reference_logprobs(batch)
         with self.span("update"):
-            plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train, units=batch.group.tolist())
-            loss, weights_T = partial(dpo_losses, batch, reference_N, self.options), pair_weights(batch, plan)
-            report = self.trainer.train_on(batch, plan, loss, weights_T)
+            report = self.trainer.train_on(batch, partial(dpo_losses, batch, reference_N, self.options), pair_weights)
         return replace(report, metrics={**report.metrics, "pairs": len(batch.pairs)})
 
     def accuracy(self, batch: PreferenceBatch) -> dict[str, float]:

@@ -36,11 +36,6 @@ class ProblemSet:
     temperature: float
     samples: int = 1  # of each problem
 
-    @property
-    def prefix(self) -> str:
-        """Of the set's other metrics: "aime/", or "" for the held-out problems of the task."""
-        return self.metric[: self.metric.rfind("/") + 1]
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -90,14 +85,17 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
         scores[sample.prompt_id].append(correctness(sample))
     is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
     means = [fmean(values) for values in scores.values()]
-    result = {
-        f"{part.prefix}size": len(prompts),
-        **with_interval(part.metric, means, part.samples if is_binary else None),
-    }
+    prefix, result = _prefix(part.metric), with_interval(part.metric, means, part.samples if is_binary else None)
+    result = {f"{prefix}size": len(prompts), **result}
     for k in ks_of(part.samples):
         passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
-        result |= with_interval(f"{part.prefix}pass@{k}", passed, part.samples)
+        result |= with_interval(f"{prefix}pass@{k}", passed, part.samples)
     return result
+
+
+def _prefix(metric: str) -> str:
+    """Of the other metrics of its set: "aime/", or "" for the held-out problems of the task."""
+    return metric[: metric.rfind("/") + 1]
 
 
 def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -> dict[str, float]:
@@ -112,8 +110,6 @@ def describe(result: Mapping[str, Any]) -> str:
     for name, value in result.items():
         if f"{name}/low" in result:
             interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
-            size = result[f"{name[: name.rfind('/') + 1]}size"]
-            rows.append((name, f"{value:.3f}", interval, str(size)))
+            rows.append((name, f"{value:.3f}", interval, str(result[f"{_prefix(name)}size"])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -62,20 +62,15 @@ def iterative_grpo(
 ) -> None:
     for first in range(rl.start - rl.start % steps, rl.steps, steps):
         if rl.start == first:  # else the run has resumed within the iteration
-            begin_iteration(rl, reset_reference, reward_model)
+            rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
+            with rl.phases.sync():
+                rl.weights.publish(version=first)
+            with rl.phases.rollout():
+                fresh = reward_model.sample(rl.prompts, first) if reward_model else []
+            with rl.phases.train():
+                reset_reference()
+                if reward_model:
+                    reward_model.train(fresh, first)
         rl.steps = first + steps
         train(rl)
         rl.start = rl.steps
-
-
-def begin_iteration(rl: RlRun, reset_reference: Callable[[], None], reward_model: RewardModelTraining | None) -> None:
-    step = rl.start
-    rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
-    with rl.phases.sync():
-        rl.weights.publish(version=step)
-    with rl.phases.rollout():
-        fresh = reward_model.sample(rl.prompts, step) if reward_model else []
-    with rl.phases.train():
-        reset_reference()
-        if reward_model:
-            reward_model.train(fresh, step)

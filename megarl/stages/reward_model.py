@@ -17,7 +17,6 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights
 from megarl.algorithms.preference import pair_weights
 from megarl.algorithms.reward_model import ranked_right, ranking_losses, step_losses
-from megarl.data.packing import plan_microbatches
 from megarl.stages.evaluation import with_interval
 from megarl.trainer.heads import RewardHead
 from megarl.trainer.trainer import Trainer
@@ -35,9 +34,8 @@ class Rankings:
 
     def update(self, batch: PreferenceBatch) -> StepReport:
         """Makes the updates of one batch: the mean over all pairs of an update, whatever its micro-batches."""
-        plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train, units=batch.group.tolist())
         loss = partial(ranking_losses, batch, self.head.scores, self.centre)
-        return self.trainer.train_on(batch, plan, loss, pair_weights(batch, plan, by_prompt=self.by_prompt))
+        return self.trainer.train_on(batch, loss, partial(pair_weights, by_prompt=self.by_prompt))
 
     def right(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
         """([P]: the pair is ranked right, 0.5 for a tie; [P]: its prompt)."""
@@ -53,8 +51,7 @@ class Steps:
 
     def update(self, batch: StepBatch) -> StepReport:
         """Makes the updates of one batch: the mean over all steps of an update."""
-        plan = plan_microbatches(batch, self.trainer.layout, self.trainer.train)
-        return self.trainer.train_on(batch, plan, partial(step_losses, batch), loss_weights(batch, plan))
+        return self.trainer.train_on(batch, partial(step_losses, batch), loss_weights)
 
     def right(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """([steps]: the step is judged right, [steps]: its row)."""

@@ -46,8 +46,7 @@ def train(run: RlRun) -> None:
             with run.phases.train():
                 scores = run.learner.score(batch)  # what the objective needs before the update
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
-                # the gate acts before the first optimizer step
-                update = run.learner.update(scored, gate=run.checks.parity)
+                update = run.learner.update(scored, gate=run.checks.parity)  # acts before the first optimizer step
                 run.state = run.objective.after_updates(scored, update, run.state)
                 run.rollouts.trained(step, update)
             with run.phases.save():

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
-from megarl.data.packing import plan_microbatches
 from megarl.stages.offline import OfflineRun
 from megarl.trainer.trainer import Trainer
 from megarl.types import StepReport, TokenBatch
@@ -62,8 +61,7 @@ def mean_loss(trainer: Trainer, batch: TokenBatch) -> float:
 
 def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
     """Makes the updates of one batch of answers: cross-entropy, averaged over the tokens of each update."""
-    plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    return trainer.train_on(batch, plan, supervised_loss, loss_weights(batch, plan))
+    return trainer.train_on(batch, supervised_loss, loss_weights)
 
 
 def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:

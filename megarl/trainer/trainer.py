@@ -29,7 +29,7 @@ from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.schema import Moe, Train
 from megarl.config.section import Fp8, Lora
-from megarl.data.packing import microbatch_multiple, plan_rows
+from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
@@ -198,8 +198,10 @@ class Trainer:
         assert logprobs_T is not None
         return logprobs_T
 
-    def train_on(self, batch: TokenBatch, plan: MicrobatchPlan, loss: Loss, weights_T: Tensor) -> StepReport:
-        """Makes the updates of a plan of the whole batch."""
+    def train_on(self, batch: TokenBatch, loss: Loss, weights: Callable[[Any, MicrobatchPlan], Tensor]) -> StepReport:
+        """Makes the updates of one batch; ``weights(batch, plan)`` are those of `step`."""
+        plan = plan_microbatches(batch, self.layout, self.train)
+        weights_T = weights(batch, plan)
         updates = tuple(self.step(batch, update, loss, weights_T) for update in plan.updates())
         self.finish_batch()
         return StepReport(updates, {"packing/efficiency": plan.efficiency})

@@ -156,8 +156,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/corrections.py",
-        "return gap.weight_T.clamp(floor, cap)",
-        "return gap.weight_T.clamp(floor)",
+        "return likelihood_ratio(gap.log_ratio_T).clamp(floor, cap)",
+        "return likelihood_ratio(gap.log_ratio_T).clamp(floor)",
         f"{FORMULAS}::test_corrections_by_hand",
     ),
     (

@@ -56,9 +56,9 @@ REWARD_MODELS = [
         f"{SCORES}::test_a_step_is_right_with_the_probability_of_its_score",
     ),
     (
-        "stages/reward_model.py",
-        ", units=batch.group.tolist())",
-        ")",
+        "data/packing.py",
+        "if isinstance(batch, PreferenceBatch) else units",
+        "if False else units",
         f"{MODELS}::test_36_pairs_of_a_prompt_are_36_microbatches[last]",
     ),
     ("trainer/heads.py", "model.output_layer.weight = None", "pass", EXPORTED),
