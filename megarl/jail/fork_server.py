@@ -5,8 +5,8 @@
        +-- target, spec: on the job's own control socket ----+
 
 The server has an empty environment and none of the caller's descriptors. It imports the modules to preload, and never
-reads what a child writes: results travel on the job's descriptors. A child shares nothing writable with its siblings,
-leads its own session, dies with the server, as that with the caller, and is killed when its control socket is closed.
+reads what a child writes: results travel on the job's descriptors. A child shares nothing writable with its siblings
+and leads its own session. It is killed when its control socket is closed, or when the server or the caller dies.
 """
 
 from __future__ import annotations
