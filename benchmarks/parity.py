@@ -192,9 +192,9 @@ class Faults:
         measured = measure_logprobs(self.trainer, batch)
         found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
         excess = self.checks.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
-        few, logprobs_T = sampled_rows(batch, 8)
+        few = sampled_rows(batch, 8)
         assert self.checks.find
-        cause = self.checks.find(few, measure_logprobs(self.trainer, few).floor, logprobs_T)
+        cause = self.checks.find(few, measure_logprobs(self.trainer, few).floor, few.rollout_logprobs)
         pattern = r"sampled at temperature 0\.(89|9|91),"
         return judged(f"temperature {temperature} for 1.0", "at sampling", excess, cause, pattern)
 

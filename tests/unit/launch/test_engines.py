@@ -106,7 +106,7 @@ def requests(count: int) -> list[Request]:
 class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3) -> None:
         self.ray, self.events, self.made, self.is_node_gone = Ray(), list[Any](), list[Actor](), False
-        self.gone = None
+        self.gone: str | None = None
         for module in (engines, ray_actors, controller):
             monkeypatch.setattr(module, "ray", self.ray)
         monkeypatch.setattr(engines, "end_family", lambda *values: self.events.append(("family", *values)))
