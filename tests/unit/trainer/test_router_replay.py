@@ -256,6 +256,9 @@ def test_only_the_policy_replays(folder: Path) -> None:
     assert scored.routes == batch.routes
     report = learner.update(scored)
     assert report.updates[0].metrics["routing/differs"] > 0.5
+    assert scored.returns is not None
+    loss = float((values - scored.returns)[BATCH.mask].double().square().mean()) / 2
+    assert report.metrics["value/loss"] == pytest.approx(loss, rel=1e-5)
     assert nothing_is_left(trainer) and nothing_is_left(critic)
     critic.close()
     trainer.close()
