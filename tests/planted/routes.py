@@ -59,6 +59,12 @@ ROUTES = [
     ),
     (
         "trainer/actor_critic.py",
+        "values=self.critic.forward(replace(batch, routes=())).values_T",
+        "values=self.critic.forward(batch).values_T",
+        f"{REPLAY}::test_only_the_policy_replays",
+    ),
+    (
+        "trainer/actor_critic.py",
         "        batch = replace(batch, routes=())  # those of the policy\n",
         "",
         f"{REPLAY}::test_only_the_policy_replays",

@@ -242,6 +242,8 @@ def test_only_the_policy_replays(folder: Path) -> None:
     algorithm = Algorithm.model_validate({"advantage": "gae", "kl": {"coef": 0.1, "where": "reward"}})
     trainer = build(folder, lr=1e-2)
     critic = build(folder, head=ValueHead(), beside=trainer, lr=1e-2)
+    with torch.no_grad():
+        critic.parameters_by_name()["value_head.weight"].normal_()  # it begins at 0
     values, own = critic.forward(BATCH).values_T, trainer.logprobs(BATCH)
     learner = ActorCritic(PolicyLearner.of(trainer, Objective(algorithm, 16)), critic, Critic())
     assert learner.actor.reference is not None
