@@ -15,4 +15,4 @@ if [ ! -d models/SmolLM2-135M-Instruct ]; then
   .venv/bin/python scripts/make_smollm2.py
 fi
 .venv/bin/megarl train configs/smollm2.yaml "$@"
-echo "[smollm2] curves: runs/smollm2/report.png; with samples: report.html; the trained model: runs/smollm2/hf"
+echo "[smollm2] beside the report: its curves (report.png) and the trained model (hf)"
