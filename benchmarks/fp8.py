@@ -1,7 +1,7 @@
 """FP8 rollouts and emulated FP8 training beside bf16: curves of a quickstart-sized model, and errors of gradients.
 
 python -m benchmarks.fp8 learning [STEPS] [SEEDS]   -> benchmarks/results/fp8_learning.{txt,png}
-python -m benchmarks.fp8 gradients                  -> benchmarks/results/fp8_gradients.{txt,png}
+python -m benchmarks.fp8 gradients [DRAWS] [ROWS]   -> benchmarks/results/fp8_gradients.{txt,png}
 
 `learning` samples from a model of configs/quickstart_sft.yaml's size, at random, and rewards even tokens: what it
 learns in a few steps does not hide behind a phase of fine-tuning.
@@ -117,4 +117,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "learning":
         learning(*map(int, sys.argv[2:]))
     else:
-        gradients()
+        gradients(*map(int, sys.argv[2:]))

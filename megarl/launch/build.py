@@ -119,7 +119,7 @@ def make_trainer(
     beside: Trainer | None = None,
     **train: Any,
 ) -> Trainer:
-    """The arguments and `train` replace configured settings. `beside`: a trainer whose process groups it uses."""
+    """Builds the configured trainer; arguments and `train` override its settings, `beside` shares its process groups."""
     config, replays = rank.config, rank.config.rollout.router_replay != "none"
     return Trainer.build(
         rank.shape if folder is None else read_model(folder),

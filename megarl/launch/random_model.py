@@ -96,8 +96,8 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, create: Create) -> None:
-    """A token per character or phrase, in files that AutoTokenizer reads: as a byte-level BPE without merges, because
-    transformers rebuilds qwen2's tokenizer as byte-level whatever the file contains."""
+    """Writes a tokenizer with one token per character or phrase, as a byte-level BPE without merges: transformers
+    rebuilds qwen2's tokenizer as byte-level whatever the file contains."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 

@@ -62,7 +62,7 @@ class StoppedProcesses:
         return lines
 
     def gone(self, names: Mapping[str, int]) -> list[str]:
-        """Those whose process has ended."""
+        """Returns the names whose process has ended."""
         return [name for name, pid in names.items() if not Path(f"/proc/{pid}").exists()]
 
 
@@ -89,7 +89,7 @@ class Watch:
         self._places[name] = node, pid
 
     def gone(self, kind: str) -> str | None:
-        """The name of a process of this kind (rank, engine) that has ended, as was seen at most LOOK_S ago."""
+        """Returns the name of a process of this kind (rank, engine) that has ended, LOOK_S late at most; or None."""
         gone = (name for name, place in self._places.items() if (name, place) in self._gone)
         return next((name for name in gone if name.startswith(kind)), None)
 

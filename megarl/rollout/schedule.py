@@ -65,8 +65,8 @@ def oldest_version(groups: Iterable[Group]) -> int | None:
 
 
 def num_prompts(missing: int, kept: float, asked: float) -> int:
-    """How many prompts to ask for, where `kept` of `asked` were before: a standard deviation more than give `missing`
-    on average, so that five times in six no further round is needed."""
+    """Returns how many prompts to request to get `missing` groups, when `kept` of `asked` were so far: one standard
+    deviation above the mean, so that five times in six no further round is needed."""
     share = min(max(kept, 1.0) / asked, 1.0) if asked else 1.0
     return math.ceil((missing + math.sqrt(missing * (1 - share))) / share)
 
