@@ -25,7 +25,7 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
 
 
 def value_losses(batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-    """A types.Loss, once its first two arguments are bound: the clipped squared error to `batch.returns`, token-mean."""
+    """A types.Loss, once its first two arguments are bound: the clipped squared error to the returns, token-mean."""
     assert outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
     old_M, returns_M = rows.select(batch.old_values), rows.select(batch.returns)
     loss_M = VALUE_LOSSES["clipped"](outputs.values_T, old_M, returns_M, rows.mask, clip=clip)

@@ -119,7 +119,7 @@ def make_trainer(
     beside: Trainer | None = None,
     **train: Any,
 ) -> Trainer:
-    """Builds the configured trainer; arguments and `train` override its settings, `beside` shares its process groups."""
+    """Builds the configured trainer; arguments and `train` override settings, `beside` shares its process groups."""
     config, replays = rank.config, rank.config.rollout.router_replay != "none"
     return Trainer.build(
         rank.shape if folder is None else read_model(folder),
