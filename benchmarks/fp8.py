@@ -69,7 +69,7 @@ def learning(steps: int = 30, seeds: int = 3) -> None:
     (RESULTS / "fp8_learning.txt").write_text("\n".join([*lines, ""]))
 
 
-def gradients(draws: int = 8, rows: int = 64) -> None:
+def gradients(draws: int = 32, rows: int = 64) -> None:
     """The gradient of one batch under emulated FP8 against fp32, and what the format's epsilon predicts: the same model
     whose operands are not rounded, but get errors drawn from all that such a rounding could make."""
     import matplotlib as mpl
